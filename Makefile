@@ -1,0 +1,31 @@
+# Every target makes the virtual environment it needs first. PYTHON chooses the interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: .venv/with-train
+	$(BIN)/laplacian-heads demo
+
+test: .venv/with-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/with-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: .venv/with-dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# One stamp for each set of optional dependencies of pyproject.toml.
+.venv/with-%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	touch $@

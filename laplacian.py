@@ -1,0 +1,451 @@
+"""Laplacian heads: attention heads that output ``v - P v`` instead of ``P v``.
+
+P is the attention matrix after softmax and v the values, so a Laplacian head applies I - P. No parameter is added and
+the attention kernels stay as they are: the difference is taken after the backend has returned. Source: "Laplacian
+Heads Improve Transformers by Smoothing Token Representations", arXiv 2602.09297, section 2.
+
+Three users share this file: LaplaceGPT, LaplaceViT, and `laplacianize`, which gives Laplacian heads to any model of
+transformers that calls the attention interface. It is one of the files that travel with a model to the Hub, hence no
+import from the rest of the package.
+"""
+
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn as nn
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto
+
+SCHEDULE_KEYS = ("start_layer", "increment", "max_count")
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def heads_by_layer(laplacian_heads, num_heads: Sequence[int]) -> list[list[int]]:
+    """The indices of the Laplacian heads of every layer.
+
+    Args:
+        laplacian_heads: one of
+            an int k: the last k heads of every layer;
+            one int per layer: the last k heads of that layer;
+            one list of head indices per layer;
+            a schedule `{"start_layer": s, "increment": i, "max_count": m}`: layer l, counted from 0, has no Laplacian
+            head if l < s and else its last min(m, i * (l - s + 1)) heads.
+        num_heads: the number of heads of each layer, one entry a layer.
+
+    Returns:
+        One increasing list of head indices per layer.
+
+    Raises:
+        ValueError: the value is none of these; the message names field, value, layer and what is allowed.
+    """
+    layers = len(num_heads)
+
+    def last(count, layer, what):
+        if not _is_count(count) or count > num_heads[layer]:
+            raise ValueError(
+                f"laplacian_heads: {what} is {count!r} in layer {layer}, allowed is an integer from 0 to the number of "
+                f"heads there, {num_heads[layer]}."
+            )
+        return list(range(num_heads[layer] - count, num_heads[layer]))
+
+    if isinstance(laplacian_heads, dict):
+        if set(laplacian_heads) != set(SCHEDULE_KEYS):
+            raise ValueError(
+                f"laplacian_heads: the schedule {laplacian_heads!r} must have the keys {', '.join(SCHEDULE_KEYS)} and "
+                "no other."
+            )
+        start, increment, most = (laplacian_heads[key] for key in SCHEDULE_KEYS)
+        for key in ("start_layer", "increment"):
+            if not _is_count(laplacian_heads[key]):
+                raise ValueError(
+                    f"laplacian_heads: {key} is {laplacian_heads[key]!r}, allowed is an integer of at least 0."
+                )
+        for layer in range(layers):
+            last(most, layer, "max_count")
+        return [last(max(0, min(most, increment * (layer - start + 1))), layer, "count") for layer in range(layers)]
+
+    if not isinstance(laplacian_heads, (list, tuple)):
+        if not _is_count(laplacian_heads):
+            raise ValueError(
+                f"laplacian_heads is {laplacian_heads!r}, allowed are an integer of at least 0, one integer per layer, "
+                f"one list of head indices per layer, or a schedule with the keys {', '.join(SCHEDULE_KEYS)}."
+            )
+        return [last(laplacian_heads, layer, "the count") for layer in range(layers)]
+
+    if len(laplacian_heads) != layers:
+        raise ValueError(
+            f"laplacian_heads: {laplacian_heads!r} has {len(laplacian_heads)} entries, the model has {layers} layers "
+            "and needs one entry per layer."
+        )
+    if not any(isinstance(entry, (list, tuple)) for entry in laplacian_heads):
+        return [last(entry, layer, "the entry") for layer, entry in enumerate(laplacian_heads)]
+
+    for layer, indices in enumerate(laplacian_heads):
+        allowed = f"allowed are distinct head indices from 0 to {num_heads[layer] - 1}"
+        if not isinstance(indices, (list, tuple)):
+            raise ValueError(
+                f"laplacian_heads: the entry of layer {layer} is {indices!r} while others are lists, {allowed}."
+            )
+        for index in indices:
+            if not _is_count(index) or index >= num_heads[layer]:
+                raise ValueError(f"laplacian_heads: head {index!r} in layer {layer} does not exist, {allowed}.")
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"laplacian_heads: {indices!r} in layer {layer} repeats a head, {allowed}.")
+    return [sorted(indices) for indices in laplacian_heads]
+
+
+def check_share(laplacian_share) -> float:
+    """`laplacian_share` as a float; ValueError unless it is a finite number of at least 0."""
+    number = isinstance(laplacian_share, (int, float)) and not isinstance(laplacian_share, bool)
+    if not number or not math.isfinite(laplacian_share) or laplacian_share < 0:
+        raise ValueError(f"laplacian_share is {laplacian_share!r}, allowed is a finite number of at least 0.")
+    return float(laplacian_share)
+
+
+def _local_heads(heads: list[int], num_heads: int, local: int) -> list[int]:
+    """The Laplacian heads among the `local` heads this process holds, counted from the first of them.
+
+    Under tensor parallelism a process sees a contiguous block of heads. The tensor-parallel group is the innermost
+    dimension of the process grid in transformers, vLLM and SGLang alike, so the rank gives the block.
+    """
+    if local == num_heads or not heads:
+        return heads
+    first = torch.distributed.get_rank() % (num_heads // local) * local
+    return [head - first for head in heads if first <= head < first + local]
+
+
+def subtract_from_values(
+    attn_output: torch.Tensor, value: torch.Tensor, heads: list[int], num_heads: int, share: float = 1.0
+) -> torch.Tensor:
+    """Turn the outputs P v of the Laplacian heads into ``share * v - P v`` and leave the other heads as they are.
+
+    Args:
+        attn_output: what the attention backend returned, (batch, tokens, heads, dim), or (tokens, heads * dim) as
+            serving engines do.
+        value: the values of the query positions themselves, (batch, key/value heads, tokens, dim). Under
+            grouped-query attention each is used by heads / key-value heads consecutive heads.
+        heads: increasing indices of the Laplacian heads among the layer's `num_heads`.
+        num_heads: heads of the layer over all tensor-parallel processes.
+        share: the factor of v; 1 is the paper's operator, 0 is attention with its sign turned.
+
+    Returns:
+        A tensor of attn_output's shape.
+    """
+    if not heads:
+        return attn_output
+    batch, kv_heads, tokens, dim = value.shape
+    output = attn_output.reshape(batch, tokens, -1, dim)
+    local = output.shape[2]
+    value = value.transpose(1, 2)  # (batch, tokens, key/value heads, dim)
+    if local != kv_heads:
+        value = value.repeat_interleave(local // kv_heads, dim=2)
+
+    # Slices and one concatenation are cheaper than a mask over all heads, and autograd sees no in-place write.
+    parts, done = [], 0
+    for _, run in groupby(enumerate(_local_heads(heads, num_heads, local)), lambda pair: pair[1] - pair[0]):
+        run = [head for _, head in run]
+        first, last = run[0], run[-1] + 1
+        own = value[:, :, first:last] if share == 1 else share * value[:, :, first:last]
+        parts += [output[:, :, done:first], (own - output[:, :, first:last]).to(output.dtype)]
+        done = last
+    parts.append(output[:, :, done:])
+    return torch.cat(parts, dim=2).reshape(attn_output.shape)
+
+
+def set_laplacian_share(model: nn.Module, laplacian_share: float) -> None:
+    """Set the share of v in every Laplacian head of a model, now and in the config that is saved with it."""
+    share = check_share(laplacian_share)
+    for module in model.modules():
+        if hasattr(module, "laplacian_share"):
+            module.laplacian_share = share
+        if isinstance(module, PreTrainedModel) and hasattr(module.config, "laplacian_share"):
+            module.config.laplacian_share = share
+
+
+# Laplacian heads for the models of transformers
+
+PREFIX = "laplacian|"
+
+
+class _AttentionConfig:
+    """The config as a Laplacian attention module sees it: the model's own, but for the name of the backend.
+
+    Only the attention module asks for ``laplacian|sdpa``; the model around it, which builds masks, caches and flash
+    kernels by the backend's name, goes on seeing ``sdpa``, whatever sets it and whenever.
+    """
+
+    def __init__(self, config):
+        self.model_config = config
+
+    def __getattr__(self, name):
+        if name == "model_config":  # not there yet while a copy is being built
+            raise AttributeError(name)
+        return getattr(self.model_config, name)
+
+    @property
+    def _attn_implementation(self):
+        return _register_backend(self.model_config._attn_implementation)
+
+
+class _PlainModule:
+    """An attention module as the backend must see it: flash attention reads its own name from the module's config."""
+
+    def __init__(self, module):
+        self.module = module
+        self.config = module.config.model_config
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+def _own_eager(module):
+    """The eager attention of the file that defines the module, which transformers hands over as the default only."""
+    for cls in type(module).__mro__:
+        eager = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise ValueError(f"{type(module).__name__} has no eager attention; use attn_implementation='sdpa'.")
+
+
+def _register_backend(backend: str | None) -> str:
+    """Register the function around an attention backend, and return the name it goes by."""
+    backend = backend or "eager"
+    name = PREFIX + backend
+    if name not in ALL_ATTENTION_FUNCTIONS:
+
+        def attention(module, query, key, value, *args, **kwargs):
+            eager = _own_eager(module) if backend == "eager" else None
+            run = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
+            output, weights = run(_PlainModule(module), query, key, value, *args, **kwargs)
+            own = value[:, :, -query.shape[2] :]  # the cache holds the query's own values last
+            heads, num_heads = module.laplacian_heads, module.laplacian_num_heads
+            return subtract_from_values(output, own, heads, num_heads, module.laplacian_share), weights
+
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    return name
+
+
+for _backend in ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]:
+    _register_backend(_backend)
+
+
+def _check_call(module, args, kwargs):
+    """Refuse a call in which the last values are not those of the query positions."""
+    if kwargs.get("key_value_states") is not None or kwargs.get("encoder_hidden_states") is not None:
+        raise ValueError(f"{type(module).__name__} was called as cross-attention, which cannot have Laplacian heads.")
+    for argument in (*args, *kwargs.values()):
+        cache = argument.self_attention_cache if isinstance(argument, EncoderDecoderCache) else argument
+        if isinstance(cache, PagedAttentionCache) or (
+            isinstance(cache, Cache) and any(isinstance(layer, StaticLayer) for layer in cache.layers)
+        ):
+            raise ValueError(
+                f"A laplacianized model needs a cache that holds the newest values last, such as DynamicCache; "
+                f"{type(cache).__name__} does not. LaplaceGPT works with any cache."
+            )
+
+
+@functools.cache
+def _calls_interface(module_class: type) -> bool:
+    try:
+        source = inspect.getsource(inspect.unwrap(module_class.forward))
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source and "self.config._attn_implementation" in source
+
+
+def _is_cross_attention(name: str, module: nn.Module) -> bool:
+    words = ".".join([*name.split(".")[-2:], type(module).__name__])
+    named = re.search(r"cross|encoder_attn|encdec|encoder_decoder", words, re.IGNORECASE)
+    return bool(named) or getattr(module, "is_cross_attention", False)
+
+
+def _self_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if _calls_interface(type(module)) and not _is_cross_attention(name, module)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} cannot be laplacianized: none of its self-attention goes through transformers' "
+            "attention interface."
+        )
+    return found
+
+
+def _num_heads(module: nn.Module) -> int:
+    names = ("num_attention_heads", "num_heads", "n_heads")
+    return next((getattr(module, name) for name in names if hasattr(module, name)), module.config.num_attention_heads)
+
+
+def _output_projection(model: nn.Module, name: str) -> nn.Module:
+    """The projection that mixes the heads of an attention module: its own, or beside it as in BERT's `output.dense`."""
+    for path in ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj"):
+        projection = getattr(model.get_submodule(name), path, None)
+        if projection is not None:
+            return projection
+    try:
+        return model.get_submodule(f"{name.rpartition('.')[0]}.output.dense")
+    except AttributeError:
+        raise ValueError(
+            f"{type(model).__name__} cannot be converted gradually: no output projection found for {name}."
+        ) from None
+
+
+def _refuse_save(*args, **kwargs):
+    raise ValueError(
+        "This is a part of a laplacianized model and would be saved without its Laplacian heads; save the whole model."
+    )
+
+
+def _install(model: PreTrainedModel) -> None:
+    """Give a freshly built model the Laplacian heads its config asks for."""
+    config = model.config
+    attentions = _self_attentions(model)
+    num_heads = [_num_heads(module) for module in attentions.values()]
+    for module, heads, total in zip(
+        attentions.values(), heads_by_layer(config.laplacian_heads, num_heads), num_heads, strict=True
+    ):
+        module.laplacian_heads, module.laplacian_num_heads = heads, total
+        module.laplacian_share = config.laplacian_share
+        module.config = _AttentionConfig(module.config)
+        if heads:
+            module.register_forward_pre_hook(_check_call, with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is not config:
+            module.save_pretrained = _refuse_save
+
+
+class _LaplacianModel:
+    """What the Laplacian variant of a model class adds: building the heads its config asks for."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        _install(self)
+
+
+# What a saved config asks for and no transformers has: a stock class that is pointed at the folder raises, instead of
+# loading the model without its heads. The second is for a call that names an attention implementation itself.
+MARKS = {"attn_implementation": "laplacian", "experts_implementation": "laplacian"}
+
+
+class _LaplacianConfig:
+    """What the Laplacian variant of a config class adds: the two fields, and the marks in what is saved."""
+
+    laplacian_heads = 0
+    laplacian_share = 1.0
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**{name: value for name, value in kwargs.items() if MARKS.get(name) != value})
+        self.laplacian_share = check_share(self.laplacian_share)
+
+    def to_dict(self):
+        return {**super().to_dict(), **MARKS}
+
+    def save_pretrained(self, *args, **kwargs):
+        # The code is saved beside the config, so the entries point there and not to where this model came from.
+        self.auto_map = _auto_map(type(self))
+        super().save_pretrained(*args, **kwargs)
+
+
+def _auto_map(config_class: type) -> dict[str, str]:
+    """`auto_map` of a laplacianized model: every Auto class that knows the plain model knows the Laplacian one."""
+    model_type = config_class.model_type.removeprefix("laplacian_")
+    entries = {"AutoConfig": config_class.__name__}
+    for name, auto_class in vars(modeling_auto).items():
+        if name.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):
+            names = auto_class._model_mapping._model_mapping.get(model_type)
+            if names:
+                entries[name] = "Laplacian" + (names if isinstance(names, str) else names[0])
+    return {auto: f"laplacian.{name}" for auto, name in entries.items()}
+
+
+@functools.cache
+def _variant(base: type) -> type:
+    """The Laplacian variant of a model or config class of transformers."""
+    name = f"Laplacian{base.__name__}"
+    if issubclass(base, PreTrainedConfig):
+        attributes = {"model_type": f"laplacian_{base.model_type}", "_auto_class": "AutoConfig"}
+        return type(name, (_LaplacianConfig, base), {"__module__": __name__, **attributes})
+
+    config_class = _variant(base.config_class)
+    targets = [auto for auto, target in _auto_map(config_class).items() if target == f"laplacian.{name}"]
+    attributes = {"config_class": config_class, "_auto_class": targets[-1] if targets else "AutoModel"}
+    model_class = type(name, (_LaplacianModel, base), {"__module__": __name__, **attributes})
+    for auto in targets:  # heads of transformers build their base model through the Auto classes
+        getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
+    return model_class
+
+
+def __getattr__(name: str):
+    """`LaplacianLlamaForCausalLM` and the like, which `auto_map` of a saved laplacianized model names."""
+    base = getattr(transformers, name.removeprefix("Laplacian"), None) if name.startswith("Laplacian") else None
+    if not isinstance(base, type) or not issubclass(base, (PreTrainedModel, PreTrainedConfig)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _variant(base)
+
+
+def laplacianize(
+    model: PreTrainedModel, laplacian_heads=0, laplacian_share: float = 1.0, keep_outputs: bool = False
+) -> PreTrainedModel:
+    """Give Laplacian heads to a model of transformers, in place.
+
+    Works for every model whose self-attention calls the attention interface; cross-attention is left alone. Layers are
+    counted over the self-attention modules in the order of `model.named_modules()`, an encoder before its decoder. The
+    model becomes an instance of a subclass that `save_pretrained` writes with its own model type and code, so that the
+    folder loads with `trust_remote_code=True` and with the right heads, or not at all.
+
+    Args:
+        model: a model of a class that transformers exports.
+        laplacian_heads: see `heads_by_layer`.
+        laplacian_share: a in ``a * v - P v``.
+        keep_outputs: negate the slices of the output projections that belong to Laplacian heads. With
+            laplacian_share 0 the model then computes what it computed before, and `LaplacianShareCallback` can raise
+            the share to 1 while it is fine-tuned.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has Laplacian heads already, is not a class of transformers, has no self-attention that
+            goes through the interface, or a value is not allowed.
+    """
+    base = type(model)
+    if hasattr(getattr(model, "config", None), "laplacian_heads"):
+        raise ValueError(f"{base.__name__} has Laplacian heads already; set laplacian_heads when you build it.")
+    if not isinstance(model, PreTrainedModel) or getattr(transformers, base.__name__, None) is not base:
+        raise ValueError(f"laplacianize takes a model of a class that transformers exports, not {base.__name__}.")
+    share = check_share(laplacian_share)
+    attentions = _self_attentions(model)
+    layout = heads_by_layer(laplacian_heads, [_num_heads(module) for module in attentions.values()])
+    if keep_outputs:
+        for (name, module), heads in zip(attentions.items(), layout, strict=True):
+            _negate_output(_output_projection(model, name), heads, _num_heads(module))
+
+    model_class = _variant(base)
+    model.config.__class__ = _variant(type(model.config))
+    model.config.laplacian_heads, model.config.laplacian_share = laplacian_heads, share
+    model.config.auto_map = _auto_map(type(model.config))
+    model.__class__ = model_class
+    _install(model)
+    return model
+
+
+@torch.no_grad()
+def _negate_output(projection: nn.Module, heads: list[int], num_heads: int) -> None:
+    # nn.Linear holds (out, in), the Conv1D of GPT-2 holds (in, out)
+    weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
+    weight.unflatten(1, (num_heads, -1))[:, heads] *= -1
