@@ -1,0 +1,50 @@
+"""What the tests compare with: Laplacian heads written out naively, and parameters in which no head can hide."""
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def redraw(model, seed=0, std=0.2):
+    """Draw every parameter at random: zero-initialised projections would hide every head."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
+
+
+def naive_heads(model, layout, share=1.0):
+    """Make a plain model of transformers compute Laplacian heads the slow way; in place.
+
+    Args:
+        model: a model without Laplacian heads, whose attention goes through the attention interface.
+        layout: {name of an attention module: indices of its Laplacian heads}.
+        share: a in a I - P.
+    """
+    heads = {model.get_submodule(name): indices for name, indices in layout.items()}
+
+    def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, **kwargs):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        group = query.shape[1] // key.shape[1]
+        tokens, past = query.shape[2], key.shape[2] - query.shape[2]
+        outputs, maps = [], []
+        for head in range(query.shape[1]):
+            scores = query[:, head] @ key[:, head // group].transpose(1, 2) * scaling
+            if attention_mask is not None:
+                scores = scores + attention_mask[:, head if attention_mask.shape[1] > 1 else 0]
+            maps.append(torch.softmax(scores.float(), dim=-1).to(query.dtype))
+        weights = torch.stack(maps, dim=1)
+        dropped = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+        for head in range(query.shape[1]):
+            p = dropped[:, head]
+            if head in heads.get(module, []):
+                own_position = torch.eye(tokens, dtype=p.dtype)
+                p = share * torch.nn.functional.pad(own_position, (past, 0)) - p
+            outputs.append(p @ value[:, head // group])
+        return torch.stack(outputs, dim=2), weights
+
+    ALL_ATTENTION_FUNCTIONS.register("naive", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("naive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation("naive")
+    return model
