@@ -78,9 +78,9 @@ class LaplaceGPTConfig(NanoChatConfig):
 
         self.laplacian_share = check_share(self.laplacian_share)
         heads_by_layer(self.laplacian_heads, [self.num_attention_heads] * self.num_hidden_layers)
-        if isinstance(self.laplacian_heads, (list, tuple)):  # JSON knows no tuples
+        if isinstance(self.laplacian_heads, (list, tuple)):  # as JSON has them, which knows no tuples
             entries = self.laplacian_heads
-            self.laplacian_heads = [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
+            self.laplacian_heads = [list(entry) if isinstance(entry, (list, tuple)) else entry for entry in entries]
 
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
