@@ -1,0 +1,1 @@
+"""Side-by-side measurements, run by `make bench`; see docs/benchmarks.md."""

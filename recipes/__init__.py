@@ -1,0 +1,82 @@
+"""Recipes: one commented YAML file per run, shipped with the package, and the function that reads them."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from pathlib import Path
+
+import yaml
+
+SHIPPED = Path(__file__).parent
+
+
+def path_of(name: str) -> Path:
+    """The file of a recipe: a path, or the name of a shipped one. Raises ValueError naming the nearest shipped name."""
+    shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if path.is_file():
+        return path
+    raise ValueError(f"There is no recipe {name!r}, neither a file nor a shipped one; {nearest(name, shipped)}")
+
+
+def nearest(name: str, choices) -> str:
+    """'the nearest is x.' or, where nothing is near, 'there are x, y, z.'"""
+    near = difflib.get_close_matches(name, choices, n=1)
+    return f"the nearest is {near[0]!r}." if near else f"there are {', '.join(choices)}."
+
+
+def load(recipe_class: type, name: str, overrides: list[str] = ()):
+    """Read a recipe into its dataclass.
+
+    Args:
+        recipe_class: a dataclass; its annotations are the allowed types of the keys.
+        name: a file, or the name of a shipped recipe.
+        overrides: "key=value" strings, values in YAML.
+
+    Raises:
+        ValueError: unknown recipe or key, a value of a wrong type, a missing key, or a file that is not YAML.
+    """
+    path = path_of(name)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a recipe: it must hold keys and values.")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} is not of the form key=value.")
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{key}={value} is not a YAML value.") from None
+
+    annotations = typing.get_type_hints(recipe_class)
+    for key, value in values.items():
+        if key not in annotations:
+            raise ValueError(f"{path.stem} knows no key {key!r}; {nearest(str(key), annotations)}")
+        values[key] = _checked(key, value, annotations[key])
+    missing = [field.name for field in dataclasses.fields(recipe_class) if field.name not in values]
+    if missing:
+        raise ValueError(f"{path} lacks the key {missing[0]!r}.")
+    return recipe_class(**values)
+
+
+def _checked(key, value, annotation):
+    allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
+        return float(value)
+    if float in allowed and isinstance(value, str):  # YAML 1.1 reads 3e-3 as text
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        raise ValueError(f"{key} is {value!r}, allowed is {names}.")
+    return value
