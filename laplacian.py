@@ -9,22 +9,24 @@ transformers that calls the attention interface. It is one of the files that tra
 import from the rest of the package.
 """
 
+import copy
 import functools
 import inspect
 import math
 import re
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import torch.nn as nn
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
 
 SCHEDULE_KEYS = ("start_layer", "increment", "max_count")
 
@@ -154,13 +156,14 @@ def subtract_from_values(
         value = value.repeat_interleave(local // kv_heads, dim=2)
 
     # Slices and one concatenation are cheaper than a mask over all heads, and autograd sees no in-place write.
+    heads = _local_heads(heads, num_heads, local)
+    firsts = [head for head in heads if head - 1 not in heads]
+    ends = [head + 1 for head in heads if head + 1 not in heads]
     parts, done = [], 0
-    for _, run in groupby(enumerate(_local_heads(heads, num_heads, local)), lambda pair: pair[1] - pair[0]):
-        run = [head for _, head in run]
-        first, last = run[0], run[-1] + 1
-        own = value[:, :, first:last] if share == 1 else share * value[:, :, first:last]
-        parts += [output[:, :, done:first], (own - output[:, :, first:last]).to(output.dtype)]
-        done = last
+    for first, end in zip(firsts, ends, strict=True):  # one run of neighbouring heads at a time
+        own = value[:, :, first:end] if share == 1 else share * value[:, :, first:end]
+        parts += [output[:, :, done:first], (own - output[:, :, first:end]).to(output.dtype)]
+        done = end
     parts.append(output[:, :, done:])
     return torch.cat(parts, dim=2).reshape(attn_output.shape)
 
@@ -177,18 +180,19 @@ def set_laplacian_share(model: nn.Module, laplacian_share: float) -> None:
 
 # Laplacian heads for the models of transformers
 
-PREFIX = "laplacian|"
+# Each copy of this file registers backends of its own: one that came with a model from the Hub may be another version.
+PREFIX = f"{__name__}|"
 
 
 class _AttentionConfig:
     """The config as a Laplacian attention module sees it: the model's own, but for the name of the backend.
 
-    Only the attention module asks for ``laplacian|sdpa``; the model around it, which builds masks, caches and flash
+    Only the attention module asks for the Laplacian backend; the model around it, which builds masks, caches and flash
     kernels by the backend's name, goes on seeing ``sdpa``, whatever sets it and whenever.
     """
 
-    def __init__(self, config):
-        self.model_config = config
+    def __init__(self, config, registry, eager):
+        self.model_config, self.registry, self.eager = config, registry, eager
 
     def __getattr__(self, name):
         if name == "model_config":  # not there yet while a copy is being built
@@ -198,6 +202,10 @@ class _AttentionConfig:
     @property
     def _attn_implementation(self):
         return _register_backend(self.model_config._attn_implementation)
+
+    def plain_attention(self):
+        """The function of the backend itself, which the module would call without its Laplacian heads."""
+        return self.registry.get_interface(self.model_config._attn_implementation, self.eager)
 
 
 class _PlainModule:
@@ -211,30 +219,25 @@ class _PlainModule:
         return getattr(self.module, name)
 
 
-def _own_eager(module):
-    """The eager attention of the file that defines the module, which transformers hands over as the default only."""
-    for cls in type(module).__mro__:
-        eager = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        if eager is not None:
-            return eager
-    raise ValueError(f"{type(module).__name__} has no eager attention; use attn_implementation='sdpa'.")
+def _laplacian_attention(module, query, key, value, *args, **kwargs):
+    """An attention function of transformers: the backend's, with ``share * v - P v`` from the Laplacian heads."""
+    tokens = query.shape[2]
+    if value.shape[2] != tokens and not module.laplacian_cache:
+        raise ValueError(
+            f"{type(module).__name__} attends from {tokens} positions to {value.shape[2]}, so it is not self-attention "
+            "and cannot have Laplacian heads."
+        )
+    output, weights = module.config.plain_attention()(_PlainModule(module), query, key, value, *args, **kwargs)
+    own = value[:, :, -tokens:]  # the cache holds the query's own values last
+    heads, num_heads = module.laplacian_heads, module.laplacian_num_heads
+    return subtract_from_values(output, own, heads, num_heads, module.laplacian_share), weights
 
 
 def _register_backend(backend: str | None) -> str:
-    """Register the function around an attention backend, and return the name it goes by."""
-    backend = backend or "eager"
-    name = PREFIX + backend
+    """The name of the Laplacian attention around a backend; the name is registered when it is first asked for."""
+    name = PREFIX + (backend or "eager")
     if name not in ALL_ATTENTION_FUNCTIONS:
-
-        def attention(module, query, key, value, *args, **kwargs):
-            eager = _own_eager(module) if backend == "eager" else None
-            run = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager)
-            output, weights = run(_PlainModule(module), query, key, value, *args, **kwargs)
-            own = value[:, :, -query.shape[2] :]  # the cache holds the query's own values last
-            heads, num_heads = module.laplacian_heads, module.laplacian_num_heads
-            return subtract_from_values(output, own, heads, num_heads, module.laplacian_share), weights
-
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+        ALL_ATTENTION_FUNCTIONS.register(name, _laplacian_attention)
     return name
 
 
@@ -246,6 +249,7 @@ def _check_call(module, args, kwargs):
     """Refuse a call in which the last values are not those of the query positions."""
     if kwargs.get("key_value_states") is not None or kwargs.get("encoder_hidden_states") is not None:
         raise ValueError(f"{type(module).__name__} was called as cross-attention, which cannot have Laplacian heads.")
+    module.laplacian_cache = False
     for argument in (*args, *kwargs.values()):
         cache = argument.self_attention_cache if isinstance(argument, EncoderDecoderCache) else argument
         if isinstance(cache, PagedAttentionCache) or (
@@ -255,15 +259,25 @@ def _check_call(module, args, kwargs):
                 f"A laplacianized model needs a cache that holds the newest values last, such as DynamicCache; "
                 f"{type(cache).__name__} does not. LaplaceGPT works with any cache."
             )
+        module.laplacian_cache |= isinstance(cache, Cache)
 
 
 @functools.cache
-def _calls_interface(module_class: type) -> bool:
+def _interface(module_class: type) -> tuple | None:
+    """The registry and the eager function that a module class calls its attention through; None if it calls none."""
     try:
-        source = inspect.getsource(inspect.unwrap(module_class.forward))
+        forward = inspect.unwrap(module_class.forward)
+        source = inspect.getsource(forward)
     except (OSError, TypeError):
-        return False
-    return "ALL_ATTENTION_FUNCTIONS" in source and "self.config._attn_implementation" in source
+        return None
+    call = re.search(
+        r"ALL_ATTENTION_FUNCTIONS(?:\.get_interface\(|\[)\s*self\.config\._attn_implementation(?:,\s*(\w+))?", source
+    )
+    # A module that goes by the backend's name elsewhere too would take another path under the Laplacian name. Whether
+    # it is "eager" GPT-2 asks for an upcast, which is none of the interface.
+    if call is None or re.search(r'_attn_implementation (?:in|!=|== (?!"eager"))', source):
+        return None
+    return forward.__globals__["ALL_ATTENTION_FUNCTIONS"], forward.__globals__.get(call[1])
 
 
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
@@ -276,7 +290,7 @@ def _self_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     found = {
         name: module
         for name, module in model.named_modules()
-        if _calls_interface(type(module)) and not _is_cross_attention(name, module)
+        if _interface(type(module)) and not _is_cross_attention(name, module)
     }
     if not found:
         raise ValueError(
@@ -293,16 +307,26 @@ def _num_heads(module: nn.Module) -> int:
 
 def _output_projection(model: nn.Module, name: str) -> nn.Module:
     """The projection that mixes the heads of an attention module: its own, or beside it as in BERT's `output.dense`."""
-    for path in ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj"):
-        projection = getattr(model.get_submodule(name), path, None)
-        if projection is not None:
-            return projection
-    try:
-        return model.get_submodule(f"{name.rpartition('.')[0]}.output.dense")
-    except AttributeError:
+    module = model.get_submodule(name)
+    own = "o_proj out_proj c_proj dense proj o wo Wo projection projection_layer linear_out out_lin output".split()
+    projection = next((getattr(module, path) for path in own if hasattr(module, path)), None)
+    if projection is None:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        projection = getattr(getattr(parent, "output", None), "dense", None)
+    # A quantised weight or an adapter's layer cannot be negated slice by slice.
+    if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
         raise ValueError(
-            f"{type(model).__name__} cannot be converted gradually: no output projection found for {name}."
-        ) from None
+            f"{type(model).__name__} cannot be converted with keep_outputs: {name} has no output projection that is "
+            "found by its name and is a plain linear layer."
+        )
+    return projection
+
+
+@torch.no_grad()
+def _negate_output(projection: nn.Module, heads: list[int], num_heads: int) -> None:
+    # nn.Linear holds (out, in), the Conv1D of GPT-2 holds (in, out)
+    weight = projection.weight.T if isinstance(projection, Conv1D) else projection.weight
+    weight.unflatten(1, (num_heads, -1))[:, heads] *= -1
 
 
 def _refuse_save(*args, **kwargs):
@@ -314,63 +338,121 @@ def _refuse_save(*args, **kwargs):
 def _install(model: PreTrainedModel) -> None:
     """Give a freshly built model the Laplacian heads its config asks for."""
     config = model.config
-    attentions = _self_attentions(model)
-    num_heads = [_num_heads(module) for module in attentions.values()]
-    for module, heads, total in zip(
-        attentions.values(), heads_by_layer(config.laplacian_heads, num_heads), num_heads, strict=True
-    ):
-        module.laplacian_heads, module.laplacian_num_heads = heads, total
-        module.laplacian_share = config.laplacian_share
-        module.config = _AttentionConfig(module.config)
-        if heads:
+    attentions = _self_attentions(model).values()
+    num_heads = [_num_heads(module) for module in attentions]
+    layout = heads_by_layer(config.laplacian_heads, num_heads)
+    for module, heads, total in zip(attentions, layout, num_heads, strict=True):
+        # A head of transformers may have built its base model as a Laplacian one, whose modules are ready.
+        if heads and not hasattr(module, "laplacian_heads"):
+            module.laplacian_heads, module.laplacian_num_heads = heads, total
+            module.laplacian_share = config.laplacian_share
+            module.config = _AttentionConfig(module.config, *_interface(type(module)))
             module.register_forward_pre_hook(_check_call, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config is not config:
             module.save_pretrained = _refuse_save
 
 
-class _LaplacianModel:
-    """What the Laplacian variant of a model class adds: building the heads its config asks for."""
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        _install(self)
-
+MODEL_TYPE_PREFIX = "laplacian_"
 
 # What a saved config asks for and no transformers has: a stock class that is pointed at the folder raises, instead of
 # loading the model without its heads. The second is for a call that names an attention implementation itself.
-MARKS = {"attn_implementation": "laplacian", "experts_implementation": "laplacian"}
+_MARK = "Laplacian heads: load with trust_remote_code=True"
+MARKS = {"attn_implementation": _MARK, "experts_implementation": _MARK}
+
+
+def _marked(entries: dict) -> dict:
+    """A config as a dict with the marks in it and in its sub-configs, which stock classes load too."""
+    nested = {
+        key: _marked(value) for key, value in entries.items() if isinstance(value, dict) and "model_type" in value
+    }
+    return {**entries, **nested, **MARKS}
+
+
+def _unmarked(entries: dict) -> dict:
+    """Undo `_marked` and the prefix of the model type."""
+    entries = {
+        key: _unmarked(value) if isinstance(value, dict) else value
+        for key, value in entries.items()
+        if key not in MARKS or value != _MARK
+    }
+    if isinstance(entries.get("model_type"), str):
+        entries["model_type"] = entries["model_type"].removeprefix(MODEL_TYPE_PREFIX)
+    return entries
 
 
 class _LaplacianConfig:
-    """What the Laplacian variant of a config class adds: the two fields, and the marks in what is saved."""
+    """What the Laplacian variant of a config class adds: the two fields, and a saved form that no stock class loads.
+
+    Only what is saved has a model type of its own. In memory the model keeps the plain one, by which transformers
+    knows what Whisper's prompts are and how the names of weights changed.
+    """
 
     laplacian_heads = 0
     laplacian_share = 1.0
+    _auto_class = "AutoConfig"
 
     def __post_init__(self, **kwargs):
-        super().__post_init__(**{name: value for name, value in kwargs.items() if MARKS.get(name) != value})
+        super().__post_init__(**kwargs)
         self.laplacian_share = check_share(self.laplacian_share)
 
     def to_dict(self):
-        return {**super().to_dict(), **MARKS}
+        return {**_marked(super().to_dict()), "model_type": MODEL_TYPE_PREFIX + self.model_type}
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        return super().from_dict(_unmarked(config_dict), **kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs):
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        return _unmarked(config_dict), kwargs
 
     def save_pretrained(self, *args, **kwargs):
         # The code is saved beside the config, so the entries point there and not to where this model came from.
-        self.auto_map = _auto_map(type(self))
+        entries = {"AutoConfig": type(self).__name__, **_auto_models(self.model_type)}
+        self.auto_map = {auto_class: f"laplacian.{name}" for auto_class, name in entries.items()}
         super().save_pretrained(*args, **kwargs)
 
 
-def _auto_map(config_class: type) -> dict[str, str]:
-    """`auto_map` of a laplacianized model: every Auto class that knows the plain model knows the Laplacian one."""
-    model_type = config_class.model_type.removeprefix("laplacian_")
-    entries = {"AutoConfig": config_class.__name__}
+class _LaplacianModel:
+    """What the Laplacian variant of a model class adds: building the heads its config asks for."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config, *args, **kwargs):
+        _register_auto_models(type(config))
+        super().__init__(config, *args, **kwargs)
+        _install(self)
+
+    @classmethod
+    def is_custom_code(cls):
+        # Its modules are those of transformers, so their weights are initialised and converted as those of transformers.
+        return False
+
+
+def _auto_models(model_type: str) -> dict[str, str]:
+    """{Auto class: Laplacian class} for every Auto class that knows the plain model."""
+    entries = {}
     for name, auto_class in vars(modeling_auto).items():
-        if name.startswith("AutoModel") and hasattr(auto_class, "_model_mapping"):
+        if name.startswith("Auto") and hasattr(auto_class, "_model_mapping"):
             names = auto_class._model_mapping._model_mapping.get(model_type)
             if names:
                 entries[name] = "Laplacian" + (names if isinstance(names, str) else names[0])
-    return {auto: f"laplacian.{name}" for auto, name in entries.items()}
+    return entries
+
+
+@functools.cache
+def _register_auto_models(config_class: type) -> None:
+    """Make the Laplacian variants known in this process.
+
+    Heads of transformers build their base model through the Auto classes, and Trainer and the pipelines go by the
+    names of the classes there.
+    """
+    for name, class_name in _auto_models(config_class.model_type).items():
+        auto_class = getattr(modeling_auto, name)
+        auto_class.register(config_class, __getattr__(class_name), exist_ok=True)
+        auto_class._model_mapping._model_mapping[MODEL_TYPE_PREFIX + config_class.model_type] = class_name
 
 
 @functools.cache
@@ -378,16 +460,13 @@ def _variant(base: type) -> type:
     """The Laplacian variant of a model or config class of transformers."""
     name = f"Laplacian{base.__name__}"
     if issubclass(base, PreTrainedConfig):
-        attributes = {"model_type": f"laplacian_{base.model_type}", "_auto_class": "AutoConfig"}
-        return type(name, (_LaplacianConfig, base), {"__module__": __name__, **attributes})
-
-    config_class = _variant(base.config_class)
-    targets = [auto for auto, target in _auto_map(config_class).items() if target == f"laplacian.{name}"]
-    attributes = {"config_class": config_class, "_auto_class": targets[-1] if targets else "AutoModel"}
-    model_class = type(name, (_LaplacianModel, base), {"__module__": __name__, **attributes})
-    for auto in targets:  # heads of transformers build their base model through the Auto classes
-        getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
-    return model_class
+        return type(name, (_LaplacianConfig, base), {"__module__": __name__})
+    # What is known of older names of a class's weights is filed under the name of the class.
+    conversions = get_checkpoint_conversion_mapping(base.__name__)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    attributes = {"__module__": __name__, "config_class": _variant(base.config_class)}
+    return type(name, (_LaplacianModel, base), attributes)
 
 
 def __getattr__(name: str):
@@ -421,31 +500,39 @@ def laplacianize(
 
     Raises:
         ValueError: the model has Laplacian heads already, is not a class of transformers, has no self-attention that
-            goes through the interface, or a value is not allowed.
+            goes through the interface, has no output projection that keep_outputs could negate, or a value is not
+            allowed. The model is then left as it was.
     """
     base = type(model)
     if hasattr(getattr(model, "config", None), "laplacian_heads"):
         raise ValueError(f"{base.__name__} has Laplacian heads already; set laplacian_heads when you build it.")
-    if not isinstance(model, PreTrainedModel) or getattr(transformers, base.__name__, None) is not base:
+    if not isinstance(model, PreTrainedModel) or any(
+        getattr(transformers, cls.__name__, None) is not cls for cls in (base, type(model.config))
+    ):
         raise ValueError(f"laplacianize takes a model of a class that transformers exports, not {base.__name__}.")
     share = check_share(laplacian_share)
     attentions = _self_attentions(model)
-    layout = heads_by_layer(laplacian_heads, [_num_heads(module) for module in attentions.values()])
+    num_heads = [_num_heads(module) for module in attentions.values()]
+    layout = heads_by_layer(laplacian_heads, num_heads)
     if keep_outputs:
-        for (name, module), heads in zip(attentions.items(), layout, strict=True):
-            _negate_output(_output_projection(model, name), heads, _num_heads(module))
+        projections = [_output_projection(model, name) for name in attentions]
+        for projection, heads, total in zip(projections, layout, num_heads, strict=True):
+            _negate_output(projection, heads, total)
 
-    model_class = _variant(base)
+    _own_config(model)
     model.config.__class__ = _variant(type(model.config))
-    model.config.laplacian_heads, model.config.laplacian_share = laplacian_heads, share
-    model.config.auto_map = _auto_map(type(model.config))
-    model.__class__ = model_class
+    model.config.laplacian_heads, model.config.laplacian_share = copy.deepcopy(laplacian_heads), share
+    model.__class__ = _variant(base)
+    _register_auto_models(type(model.config))
     _install(model)
     return model
 
 
-@torch.no_grad()
-def _negate_output(projection: nn.Module, heads: list[int], num_heads: int) -> None:
-    # nn.Linear holds (out, in), the Conv1D of GPT-2 holds (in, out)
-    weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
-    weight.unflatten(1, (num_heads, -1))[:, heads] *= -1
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config, which other models may have been built from."""
+    copies = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copies.get(id(value), value))
