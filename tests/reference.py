@@ -1,8 +1,11 @@
 """What the tests compare with: Laplacian heads written out naively, and parameters in which no head can hide."""
 
 import torch
+from transformers import NanoChatConfig, NanoChatForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
 
 
 def redraw(model, seed=0, std=0.2):
@@ -48,3 +51,19 @@ def naive_heads(model, layout, share=1.0):
     ALL_MASK_ATTENTION_FUNCTIONS.register("naive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model.set_attn_implementation("naive")
     return model
+
+
+def tiny_gpt(model_class=LaplaceGPTForCausalLM, **fields):
+    """A small LaplaceGPT with random parameters, in evaluation mode."""
+    small = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return redraw(model_class(LaplaceGPTConfig(**{**small, "max_position_embeddings": 64, **fields}))).eval()
+
+
+def plain_nanochat(model):
+    """transformers' NanoChat with the fields and the weights of a LaplaceGPT."""
+    fields = {name: getattr(model.config, name) for name in (*NanoChatConfig().to_dict(), "head_dim")}
+    for name in ("model_type", "architectures", "transformers_version", "_name_or_path"):
+        del fields[name]
+    plain = NanoChatForCausalLM(NanoChatConfig(**fields))
+    plain.load_state_dict(model.state_dict())
+    return plain.to(model.dtype).train(model.training)
