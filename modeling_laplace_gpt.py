@@ -15,6 +15,7 @@ import inspect
 
 import torch
 import torch.nn as nn
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -283,7 +284,7 @@ class LaplaceGPTHead(nn.Linear):
         return _softcapped_loss(hidden_states, self.weight, labels, softcap, dtype, *wanted)[0]
 
 
-class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM):
+class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, GenerationMixin):
     """LaplaceGPT with a language-model head."""
 
     _auto_class = "AutoModelForCausalLM"
