@@ -2,9 +2,8 @@
 
 import argparse
 import importlib
+import re
 import sys
-
-from safetensors import SafetensorError
 
 from laplacian_heads import recipes
 
@@ -12,6 +11,9 @@ from laplacian_heads import recipes
 VERBS = {
     "demo": ("study", "demo", "DemoRecipe", "train", "train two small LaplaceGPTs on this machine and compare them"),
 }
+
+# How tokenizers, safetensors and torch.save say that a file cannot be written, each in an exception of its own.
+CANNOT_WRITE = re.compile(r"os error \d+|No space left|PytorchStreamWriter|inline_container")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,26 +41,34 @@ def main(arguments: list[str] | None = None) -> int:
         options.overrides.insert(0, options.recipe)
         options.recipe = options.verb
 
-    module, function, recipe_class, extra, _ = VERBS[options.verb]
     try:
-        try:
-            module = importlib.import_module(f"laplacian_heads.{module}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("laplacian_heads"):
-                raise
-            raise ValueError(f"{options.verb} needs {error.name}: pip install 'laplacian-heads[{extra}]'.") from error
-        recipe = recipes.load(getattr(module, recipe_class), options.recipe, options.overrides)
-        getattr(module, function)(recipe, dry_run=options.dry_run)
-    except (ValueError, OSError, SafetensorError) as error:
+        _run(options)
+        return 0
+    except Exception as error:
+        status, message = 1, " ".join(str(error).split())
+        if CANNOT_WRITE.search(message):
+            message = f"a file cannot be written, the disk is probably full ({message})"
+        elif not isinstance(error, (ValueError, OSError)):
+            raise
         if options.traceback:
             raise
-        message = " ".join(str(error).split())
-        print(f"laplacian-heads {options.verb}: {message}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        print(f"\nlaplacian-heads {options.verb}: interrupted; the same command goes on from here.", file=sys.stderr)
-        return 130
-    return 0
+        status, message = 130, "interrupted; the same command goes on from here."
+    # Out here the exception is gone, and with it the progress bar of the work it ended.
+    print(f"laplacian-heads {options.verb}: {message}", file=sys.stderr)
+    return status
+
+
+def _run(options: argparse.Namespace) -> None:
+    module, function, recipe_class, extra, _ = VERBS[options.verb]
+    try:
+        module = importlib.import_module(f"laplacian_heads.{module}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("laplacian_heads"):
+            raise
+        raise ValueError(f"{options.verb} needs {error.name}: pip install 'laplacian-heads[{extra}]'.") from error
+    recipe = recipes.load(getattr(module, recipe_class), options.recipe, options.overrides)
+    getattr(module, function)(recipe, dry_run=options.dry_run)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 import yaml
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.eval.trigram import Trigram
@@ -192,14 +191,14 @@ def _train_and_measure(
         processing_class=tokenizer,
     )
     if not measured.exists():
-        last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+        last, steps_before = _last_checkpoint(checkpoints)
         started = time.perf_counter()
-        steps_before = int(last.rsplit("-", 1)[1]) if last else 0
         trainer.train(resume_from_checkpoint=last)
         seconds = time.perf_counter() - started
         model.config.use_cache = True
         part = folder.with_name(folder.name + ".part")
-        trainer.save_model(str(part))
+        trainer.model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
         speed = (recipe.steps - steps_before) * recipe.batch_size * recipe.context / seconds
         _write(part / "demo.json", json.dumps({"tokens_per_second": speed}))
         part.replace(folder)
@@ -227,6 +226,18 @@ def _train_and_measure(
         "folder": folder,
         **json.loads(measured.read_text()),
     }
+
+
+def _last_checkpoint(checkpoints: Path) -> tuple[str | None, int]:
+    """The newest complete checkpoint and its step; (None, 0) if there is none. Trainer writes its own state last."""
+    complete = {}
+    for path in checkpoints.glob("checkpoint-*/trainer_state.json"):
+        try:
+            complete[json.loads(path.read_text())["global_step"]] = str(path.parent)
+        except ValueError:
+            continue  # cut off while it was written
+    step = max(complete, default=0)
+    return complete.get(step), step
 
 
 def _report(recipe, parameters, results, trigram_bits, tokens_per_nat_bit_byte) -> str:

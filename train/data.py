@@ -23,8 +23,7 @@ def python_prose() -> list[str]:
         if skipped.intersection(path.relative_to(root).parts):
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's strings
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and files for other versions of Python
             continue
