@@ -14,7 +14,6 @@ import functools
 import inspect
 import math
 import re
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -242,7 +241,8 @@ def _register_backend(backend: str | None) -> str:
 
 
 for _backend in ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]:
-    _register_backend(_backend)
+    if "laplacian|" not in _backend:  # not one of another copy's: their number would double with each copy
+        _register_backend(_backend)
 
 
 def _check_call(module, args, kwargs):
@@ -273,8 +273,8 @@ def _interface(module_class: type) -> tuple | None:
     call = re.search(
         r"ALL_ATTENTION_FUNCTIONS(?:\.get_interface\(|\[)\s*self\.config\._attn_implementation(?:,\s*(\w+))?", source
     )
-    # A module that goes by the backend's name elsewhere too would take another path under the Laplacian name. Whether
-    # it is "eager" GPT-2 asks for an upcast, which is none of the interface.
+    # A module that goes by the backend's name elsewhere too would take another path under the Laplacian name. GPT-2,
+    # which compares it with "eager", would then go round the interface, and now does not.
     if call is None or re.search(r'_attn_implementation (?:in|!=|== (?!"eager"))', source):
         return None
     return forward.__globals__["ALL_ATTENTION_FUNCTIONS"], forward.__globals__.get(call[1])
@@ -305,11 +305,16 @@ def _num_heads(module: nn.Module) -> int:
     return next((getattr(module, name) for name in names if hasattr(module, name)), module.config.num_attention_heads)
 
 
+OUTPUT_PROJECTIONS = (
+    *("o_proj", "out_proj", "c_proj", "dense", "proj", "o", "wo", "Wo", "projection", "projection_layer"),
+    *("linear_out", "out_lin", "output"),
+)
+
+
 def _output_projection(model: nn.Module, name: str) -> nn.Module:
     """The projection that mixes the heads of an attention module: its own, or beside it as in BERT's `output.dense`."""
     module = model.get_submodule(name)
-    own = "o_proj out_proj c_proj dense proj o wo Wo projection projection_layer linear_out out_lin output".split()
-    projection = next((getattr(module, path) for path in own if hasattr(module, path)), None)
+    projection = next((getattr(module, path) for path in OUTPUT_PROJECTIONS if hasattr(module, path)), None)
     if projection is None:
         parent = model.get_submodule(name.rpartition(".")[0])
         projection = getattr(getattr(parent, "output", None), "dense", None)
@@ -345,7 +350,7 @@ def _install(model: PreTrainedModel) -> None:
         # A head of transformers may have built its base model as a Laplacian one, whose modules are ready.
         if heads and not hasattr(module, "laplacian_heads"):
             module.laplacian_heads, module.laplacian_num_heads = heads, total
-            module.laplacian_share = config.laplacian_share
+            module.laplacian_share, module.laplacian_cache = config.laplacian_share, False
             module.config = _AttentionConfig(module.config, *_interface(type(module)))
             module.register_forward_pre_hook(_check_call, with_kwargs=True)
     for module in model.modules():
@@ -427,7 +432,7 @@ class _LaplacianModel:
 
     @classmethod
     def is_custom_code(cls):
-        # Its modules are those of transformers, so their weights are initialised and converted as those of transformers.
+        # Its modules are those of transformers: their weights are to be initialised and converted as they are there.
         return False
 
 
@@ -515,8 +520,9 @@ def laplacianize(
     num_heads = [_num_heads(module) for module in attentions.values()]
     layout = heads_by_layer(laplacian_heads, num_heads)
     if keep_outputs:
-        projections = [_output_projection(model, name) for name in attentions]
-        for projection, heads, total in zip(projections, layout, num_heads, strict=True):
+        laplacian = [entry for entry in zip(attentions, layout, num_heads, strict=True) if entry[1]]
+        projections = [_output_projection(model, name) for name, _, _ in laplacian]
+        for projection, (_, heads, total) in zip(projections, laplacian, strict=True):
             _negate_output(projection, heads, total)
 
     _own_config(model)

@@ -1,0 +1,41 @@
+"""Trainer callbacks."""
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from laplacian_heads.laplacian import set_laplacian_share
+
+
+class LaplacianShareCallback(TrainerCallback, ExportableState):
+    """Raises `laplacian_share` linearly from the value the model starts with to 1, which it then keeps.
+
+    With `laplacianize(model, ..., laplacian_share=0, keep_outputs=True)` before it, a pretrained model becomes
+    Laplacian gradually. Checkpoints record the starting value, so a resumed run goes on along the same line.
+
+    Args:
+        steps: number of optimizer steps after which the share is 1.
+    """
+
+    def __init__(self, steps: int):
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps is {steps!r}, allowed is an integer of at least 1.")
+        self.steps = steps
+        self.start = None
+
+    def state(self) -> dict:
+        return {"args": {"steps": self.steps}, "attributes": {"start": self.start}}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step > 0 else None
+        if saved is not None:
+            self.start = saved["attributes"]["start"]
+        else:
+            shares = {module.laplacian_share for module in model.modules() if hasattr(module, "laplacian_share")}
+            if not shares:
+                raise ValueError(f"{type(model).__name__} has no Laplacian heads whose share could be raised.")
+            self.start = shares.pop()
+        self.on_step_end(args, state, control, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        left = max(0.0, 1 - state.global_step / self.steps)
+        set_laplacian_share(model, 1 - (1 - self.start) * left)
