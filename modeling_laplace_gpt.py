@@ -339,7 +339,7 @@ class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, Gene
             inputs_embeds: (batch, tokens, width), instead of input_ids.
             labels: (batch, tokens), shifted here by one, -100 where ignored. The keyword `shift_labels` gives labels
                 that are shifted already, and `num_items_in_batch` the number the summed loss is divided by.
-            use_cache: whether to build and return a key/value cache.
+            use_cache: whether to build and return a key/value cache; None is False with labels, else the config's.
             logits_to_keep: compute logits for the last so many positions, or for these; 0 is all.
             return_logits: with labels, whether to return logits beside the loss; None is the config's.
             kwargs: the cache, and what `NanoChatModel` takes.
@@ -348,6 +348,8 @@ class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, Gene
             loss, a scalar, if labels were given; logits (batch, tokens, vocabulary) in float32 after the soft-cap,
             unless labels were given and return_logits is false; cache, hidden states and attentions P as asked for.
         """
+        if use_cache is None and labels is not None:
+            use_cache = False  # a loss needs no cache, and with one packed documents attend to each other
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
