@@ -63,12 +63,17 @@ def _run(options: argparse.Namespace) -> None:
     module, function, recipe_class, extra, _ = VERBS[options.verb]
     try:
         module = importlib.import_module(f"laplacian_heads.{module}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("laplacian_heads"):
+        recipe = recipes.load(getattr(module, recipe_class), options.recipe, options.overrides)
+        getattr(module, function)(recipe, dry_run=options.dry_run)
+    except ImportError as error:
+        missing = error
+        while isinstance(missing.__cause__, ImportError):  # transformers wraps the error that names the package
+            missing = missing.__cause__
+        name = missing.name or str(missing)
+        cannot_import_name = missing.name and not isinstance(missing, ModuleNotFoundError)
+        if cannot_import_name or name.startswith("laplacian_heads"):
             raise
-        raise ValueError(f"{options.verb} needs {error.name}: pip install 'laplacian-heads[{extra}]'.") from error
-    recipe = recipes.load(getattr(module, recipe_class), options.recipe, options.overrides)
-    getattr(module, function)(recipe, dry_run=options.dry_run)
+        raise ValueError(f"{options.verb} needs {name}: pip install 'laplacian-heads[{extra}]'.") from error
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def tokenizer():
         show_progress=False,
     )
     bpe.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, padding_side="left", model_max_length=128, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=128, **special)
 
 
 @pytest.fixture
