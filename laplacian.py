@@ -437,13 +437,14 @@ class _LaplacianModel:
 
 
 def _auto_models(model_type: str) -> dict[str, str]:
-    """{Auto class: Laplacian class} for every Auto class that knows the plain model."""
+    """{Auto class: Laplacian class} for every Auto class that knows the plain model under its own config."""
     entries = {}
     for name, auto_class in vars(modeling_auto).items():
         if name.startswith("Auto") and hasattr(auto_class, "_model_mapping"):
-            names = auto_class._model_mapping._model_mapping.get(model_type)
-            if names:
-                entries[name] = "Laplacian" + (names if isinstance(names, str) else names[0])
+            known = auto_class._model_mapping._model_mapping.get(model_type)
+            base = getattr(transformers, known if isinstance(known, str) else known[0], None) if known else None
+            if base is not None and base.config_class.model_type == model_type:
+                entries[name] = f"Laplacian{base.__name__}"
     return entries
 
 

@@ -27,13 +27,19 @@ def naive_heads(model, layout, share=1.0):
     """
     heads = {model.get_submodule(name): indices for name, indices in layout.items()}
 
-    def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, **kwargs):
+    def attention(
+        module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, position_bias=None, **_
+    ):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         group = query.shape[1] // key.shape[1]
         tokens, past = query.shape[2], key.shape[2] - query.shape[2]
         outputs, maps = [], []
         for head in range(query.shape[1]):
             scores = query[:, head] @ key[:, head // group].transpose(1, 2) * scaling
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            if position_bias is not None:
+                scores = scores + position_bias[:, head]
             if attention_mask is not None:
                 scores = scores + attention_mask[:, head if attention_mask.shape[1] > 1 else 0]
             maps.append(torch.softmax(scores.float(), dim=-1).to(query.dtype))

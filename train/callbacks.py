@@ -1,6 +1,6 @@
 """Trainer callbacks."""
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from laplacian_heads.laplacian import set_laplacian_share
@@ -30,10 +30,12 @@ class LaplacianShareCallback(TrainerCallback, ExportableState):
         if saved is not None:
             self.start = saved["attributes"]["start"]
         else:
-            shares = {module.laplacian_share for module in model.modules() if hasattr(module, "laplacian_share")}
-            if not shares:
+            configs = (module.config for module in model.modules() if isinstance(module, PreTrainedModel))
+            self.start = next(
+                (config.laplacian_share for config in configs if hasattr(config, "laplacian_share")), None
+            )
+            if self.start is None:
                 raise ValueError(f"{type(model).__name__} has no Laplacian heads whose share could be raised.")
-            self.start = shares.pop()
         self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
