@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.nanochat.modeling_nanochat import (
     NanoChatAttention,
     NanoChatDecoderLayer,
@@ -44,6 +45,12 @@ CACHE = "cache" if "cache" in inspect.signature(NanoChatAttention.forward).param
 
 # Width of the blocks of the vocabulary for which logits exist at the same time.
 VOCABULARY_BLOCK = 2048
+
+# The label of a token that does not count.
+IGNORED = -100
+
+# The mapping by which Trainer's label smoothing, pipelines and lm-eval recognise a causal language model.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["laplace_gpt"] = "LaplaceGPTForCausalLM"
 
 
 class LaplaceGPTAttention(NanoChatAttention):
@@ -160,7 +167,7 @@ def _add_block(logits, labels, start, softcap, exp_sum, label_logit):
 def _block_gradient(logits, labels, start, softcap, log_sum, valid):
     """Second pass: the gradient of the summed loss with respect to a block of logits before the soft-cap.
 
-    log_sum: (tokens,), logarithm of the sum of exponentials over the vocabulary; valid: (tokens,), 0 where ignored.
+    log_sum: (tokens,), logarithm of the sum of exponentials over the vocabulary; valid: (tokens,), false where ignored.
     """
     tanh = 1 - 2 / (torch.exp(logits.float() * (2 / softcap)) + 1)
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -172,8 +179,8 @@ def _block_gradient(logits, labels, start, softcap, log_sum, valid):
 @functools.cache
 def _compiled_passes(device_type: str, dtype: torch.dtype):
     """The two functions above, compiled where the machine can: uncompiled they are most of the loss's time."""
-    passes = [torch.compile(function, dynamic=True) for function in (_add_block, _block_gradient)]
     try:
+        passes = [torch.compile(function, dynamic=True) for function in (_add_block, _block_gradient)]
         logits = torch.zeros(4, 8, device=device_type, dtype=dtype)
         row, ids = logits[:, 0].float(), logits[:, 0].long()
         passes[0](logits, ids, ids[0], 15.0, row, row)
@@ -201,7 +208,8 @@ def _softcapped_loss(
     rather than of tokens: each writes its own rows of the weight's gradient, and nothing accumulates.
 
     Args:
-        hidden: (tokens, width). weight: (vocabulary, width). labels: (tokens,), negative where ignored.
+        hidden: (tokens, width). weight: (vocabulary, width). labels: (tokens,), IGNORED where ignored; another one
+            outside of the vocabulary makes the loss NaN, since raising would have to wait for the device.
         softcap: bound of the logits. dtype: that of the matrix products; the rest is float32.
         hidden_grad, weight_grad: which gradients are wanted; an unwanted one is returned empty.
 
@@ -213,16 +221,17 @@ def _softcapped_loss(
     add_block, block_gradient = (_add_block, _block_gradient) if small else _compiled_passes(hidden.device.type, dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         states = hidden.to(dtype)
-        valid = (labels >= 0).float()
+        valid = labels != IGNORED
         starts = torch.arange(0, vocabulary, VOCABULARY_BLOCK, device=hidden.device)
         blocks = weight.split(VOCABULARY_BLOCK)
 
-        exp_sum, label_logit = valid.new_zeros(tokens), valid.new_zeros(tokens)
+        exp_sum = states.new_zeros(tokens, dtype=torch.float32)
+        label_logit = exp_sum.masked_fill(valid & ((labels < 0) | (labels >= vocabulary)), torch.nan)
         for start, block in zip(starts, blocks, strict=True):
             logits = states @ block.to(dtype).T
             exp_sum, label_logit = add_block(logits, labels, start, softcap, exp_sum, label_logit)
         log_sum = exp_sum.log() + softcap
-        loss = ((log_sum - label_logit) * valid).sum()
+        loss = torch.where(valid, log_sum - label_logit, 0.0).sum()
 
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if hidden_grad else hidden.new_empty(0)
         d_weight = torch.empty_like(weight) if weight_grad else weight.new_empty(0)
@@ -271,7 +280,7 @@ class LaplaceGPTHead(nn.Linear):
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """Logits (..., vocabulary) before the soft-cap; with labels (...), negative where ignored, the summed loss."""
+        """Logits (..., vocabulary) before the soft-cap; with labels (...), IGNORED where ignored, the summed loss."""
         if labels is None:
             return super().forward(hidden_states)
         hidden_states = hidden_states.reshape(-1, self.in_features)
@@ -384,7 +393,8 @@ class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, Gene
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.to(hidden_states.device)
         ignored = shift_labels == ignore_index
-        summed = self.lm_head(hidden_states, shift_labels.masked_fill(ignored, -1), self.config.final_logit_softcapping)
+        softcap = self.config.final_logit_softcapping
+        summed = self.lm_head(hidden_states, shift_labels.masked_fill(ignored, IGNORED), softcap)
         if num_items_in_batch is None:
             num_items_in_batch = (~ignored).sum()
         elif torch.is_tensor(num_items_in_batch):
