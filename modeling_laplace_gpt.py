@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from transformers import GenerationMixin
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -33,7 +34,8 @@ from transformers.models.nanochat.modeling_nanochat import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils import can_return_tuple, logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 from .configuration import LaplaceGPTConfig
 from .laplacian import heads_by_layer, subtract_from_values
@@ -333,30 +335,34 @@ class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, Gene
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_logits: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Next-token logits, or the loss.
 
         Args:
             input_ids, attention_mask, position_ids: (batch, tokens). Without a mask and a cache, position_ids that
                 start again mark packed documents, which then do not attend to each other.
+            cache: keys and values of earlier positions; also taken by its old name, past_key_values.
             inputs_embeds: (batch, tokens, width), instead of input_ids.
             labels: (batch, tokens), shifted here by one, -100 where ignored. The keyword `shift_labels` gives labels
                 that are shifted already, and `num_items_in_batch` the number the summed loss is divided by.
             use_cache: whether to build and return a key/value cache; None is False with labels, else the config's.
             logits_to_keep: compute logits for the last so many positions, or for these; 0 is all.
             return_logits: with labels, whether to return logits beside the loss; None is the config's.
-            kwargs: the cache, and what `NanoChatModel` takes.
+            kwargs: what `NanoChatModel` takes.
 
         Returns:
             loss, a scalar, if labels were given; logits (batch, tokens, vocabulary) in float32 after the soft-cap,
             unless labels were given and return_logits is false; cache, hidden states and attentions P as asked for.
         """
+        if cache is not None:
+            kwargs[CACHE] = cache
         if use_cache is None and labels is not None:
             use_cache = False  # a loss needs no cache, and with one packed documents attend to each other
         outputs = self.model(
