@@ -273,10 +273,14 @@ def _interface(module_class: type) -> tuple | None:
     call = re.search(
         r"ALL_ATTENTION_FUNCTIONS(?:\.get_interface\(|\[)\s*self\.config\._attn_implementation(?:,\s*(\w+))?", source
     )
-    # A module that goes by the backend's name elsewhere too would take another path under the Laplacian name. GPT-2,
-    # which compares it with "eager", would then go round the interface, and now does not.
-    if call is None or re.search(r'_attn_implementation (?:in|!=|== (?!"eager"))', source):
+    if call is None:
         return None
+    # GPT-2 may compare it with "eager", to go round the interface; under the Laplacian name it does not.
+    if re.search(r'_attn_implementation (?:in|!=|== (?!"eager"))', source):
+        raise ValueError(
+            f"{module_class.__name__} computes something else for each name of a backend, so it cannot have Laplacian "
+            "heads, which go by a name of their own."
+        )
     return forward.__globals__["ALL_ATTENTION_FUNCTIONS"], forward.__globals__.get(call[1])
 
 
@@ -506,8 +510,8 @@ def laplacianize(
 
     Raises:
         ValueError: the model has Laplacian heads already, is not a class of transformers, has no self-attention that
-            goes through the interface, has no output projection that keep_outputs could negate, or a value is not
-            allowed. The model is then left as it was.
+            goes through the interface, has one that also goes by the backend's name otherwise, has no output projection
+            that keep_outputs could negate, or a value is not allowed. The model is then left as it was.
     """
     base = type(model)
     if hasattr(getattr(model, "config", None), "laplacian_heads"):

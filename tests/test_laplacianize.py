@@ -199,6 +199,15 @@ def test_outputs_and_gradients_equal_the_naive_reference(name, backend, layout):
             assert_close(parameter.grad, gradients[path].grad)
 
 
+@torch.no_grad()
+def test_an_attention_that_goes_round_the_interface_under_eager_keeps_its_heads():
+    plain = build("gpt2", reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
+    layout = [[0, 2], [3]]
+    naive = naive_heads(copy.deepcopy(plain), dict(zip(attention_names("gpt2", plain), layout, strict=True)))
+    inputs = inputs_of("gpt2")
+    assert_close(outputs_of(laplacianize(plain, layout), inputs), outputs_of(naive, inputs))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "vit", "whisper"])
 @torch.no_grad()
 def test_flex_attention_equals_the_naive_reference(name):
@@ -512,13 +521,13 @@ def test_a_model_of_the_same_config_stays_plain(tmp_path):
 
 
 def test_a_variant_is_initialised_as_the_plain_model():
-    """GPT-2 scales its projections by name in a module without parameters of its own, skipped in foreign code."""
+    """NanoChat draws its output projections in a module without parameters of its own, skipped in foreign code."""
     torch.manual_seed(0)
-    plain = model_class("gpt2")(transformers.GPT2Config(**ARCHITECTURES["gpt2"][1]))
+    plain = transformers.NanoChatModel(transformers.NanoChatConfig(**GROUPED))
     config = laplacianize(copy.deepcopy(plain), 1).config
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == "LaplacianGPT2LMHeadModel"
+    model = AutoModel.from_config(config)
+    assert type(model).__name__ == "LaplacianNanoChatModel"
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
@@ -613,6 +622,14 @@ def own_class():
     return MyLlama(transformers.LlamaConfig(**GROUPED))
 
 
+def sparse():
+    """Masks the keys itself under eager and sdpa only."""
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = transformers.DeepseekV32Config(**TEXT, **ranks, **experts, moe_intermediate_size=16)
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("make", "kwargs", "message"),
     [
@@ -620,6 +637,7 @@ def own_class():
         (own_class, {}, "a class that transformers exports, not MyLlama"),
         (peft_model, {}, "a class that transformers exports, not Peft"),
         (lambda: transformers.BloomModel(transformers.BloomConfig(n_layer=1)), {}, "attention interface"),
+        (sparse, {}, "each name of a backend"),
         (lambda: LaplaceGPTForCausalLM(LaplaceGPTConfig.from_depth(1, vocab_size=64)), {}, "already"),
         (lambda: laplacianize(build("llama"), 1), {}, "already"),
         (lambda: build("llama"), {"laplacian_heads": 5}, "layer 0.*to the number of heads there, 4"),
