@@ -17,6 +17,7 @@ from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.eval.trigram import Trigram
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train.data import pack_rows, python_prose, read_documents, split_documents
+from laplacian_heads.train.optimizer import adamw
 from laplacian_heads.train.tokenizer import token_bytes, train_tokenizer
 
 PROMPTS = ("The value of the", "If the file does not exist,", "Return a list of")
@@ -38,8 +39,11 @@ class DemoRecipe:
     context: int
     batch_size: int
     tokens: int
-    learning_rate: float
+    matrix_lr: float
+    embedding_lr: float
+    head_lr: float
     weight_decay: float
+    decay_share: float
     bf16: bool
     save_steps: int
 
@@ -56,6 +60,11 @@ class DemoRecipe:
             )
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}, allowed is a number between 0 and 1.")
+        if not 0 <= self.decay_share <= 1:
+            raise ValueError(f"decay_share is {self.decay_share}, allowed is a number from 0 to 1.")
+        for name in ("matrix_lr", "embedding_lr", "head_lr", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 0.")
         if not self.laplacian_heads:
             raise ValueError("laplacian_heads is [], allowed is a list with one entry for each model.")
 
@@ -173,10 +182,8 @@ def _train_and_measure(
             max_steps=recipe.steps,
             per_device_train_batch_size=recipe.batch_size,
             per_device_eval_batch_size=recipe.batch_size,
-            learning_rate=recipe.learning_rate,
-            weight_decay=recipe.weight_decay,
-            lr_scheduler_type="cosine",
-            warmup_steps=recipe.steps // 20,
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={"num_decay_steps": round(recipe.steps * recipe.decay_share), "decay_type": "linear"},
             bf16=recipe.bf16 and has_bf16(),
             use_cpu=not torch.accelerator.is_available(),
             seed=recipe.seed,
@@ -185,6 +192,10 @@ def _train_and_measure(
             save_total_limit=1,
             dataloader_pin_memory=torch.cuda.is_available(),
             report_to="none",
+        ),
+        optimizers=(
+            adamw(model, recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.weight_decay),
+            None,  # Trainer makes the schedule
         ),
         train_dataset=train,
         eval_dataset=held_out,

@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from laplacian_heads import recipes
+from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.__main__ import VERBS, main
 from laplacian_heads.eval.trigram import Trigram
 from laplacian_heads.study import _last_checkpoint
 from laplacian_heads.train.data import pack_rows, python_prose, split_documents
+from laplacian_heads.train.optimizer import adamw
 from laplacian_heads.train.tokenizer import SPECIAL_TOKENS, token_bytes, train_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 1234 other foxes don't. " * 400
@@ -154,7 +155,7 @@ def test_help_shows_every_key_of_the_recipe(capsys, verb):
 def test_dry_run_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--dry-run"]) == 0
-    assert "3,342,336 parameters" in capsys.readouterr().out
+    assert "3,096,576 parameters" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -292,6 +293,15 @@ def test_tokenizer_survives_saving_and_any_bytes(tmp_path):
         assert np.asarray(token_bytes(loaded))[ids].sum() == len(text.encode())
     ids = loaded.convert_tokens_to_ids(SPECIAL_TOKENS)
     assert ids == list(range(len(loaded) - len(SPECIAL_TOKENS), len(loaded)))
+
+
+def test_every_parameter_has_its_learning_rate():
+    model = LaplaceGPTForCausalLM(LaplaceGPTConfig.from_depth(1, vocab_size=300))
+    optimizer = adamw(model, matrix_lr=1.0, embedding_lr=2.0, head_lr=3.0, weight_decay=0.5)
+    rates = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    expected = {"model.embed_tokens.weight": (2.0, 0.0), "lm_head.weight": (3.0, 0.0)}
+    for name, parameter in model.named_parameters():
+        assert rates[parameter] == expected.get(name, (1.0, 0.5))
 
 
 def test_trigram_is_a_distribution_and_learns():
