@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
 
+# The models here are tiny: threads would wait for each other longer than they compute.
+torch.set_num_threads(1)
+
 ROOT = Path(__file__).resolve().parents[1]
 LOOPBACK_HUB = ROOT.parent / "shared" / "tools" / "loopback_hub.py"
 

@@ -17,6 +17,39 @@ def redraw(model, seed=0, std=0.2):
     return model
 
 
+def naive_attention(
+    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, position_bias=None, **_
+):
+    """Attention one head at a time, with a I - P in the heads of `module.naive_heads` and P in the others."""
+    heads, share = getattr(module, "naive_heads", ([], 1.0))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query.shape[1] // key.shape[1]
+    tokens, past = query.shape[2], key.shape[2] - query.shape[2]
+    outputs, maps = [], []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // group].transpose(1, 2) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if position_bias is not None:
+            scores = scores + position_bias[:, head]
+        if attention_mask is not None:
+            scores = scores + attention_mask[:, head if attention_mask.shape[1] > 1 else 0]
+        maps.append(torch.softmax(scores.float(), dim=-1).to(query.dtype))
+    weights = torch.stack(maps, dim=1)
+    dropped = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+    for head in range(query.shape[1]):
+        p = dropped[:, head]
+        if head in heads:
+            own_position = torch.eye(tokens, dtype=p.dtype)
+            p = share * torch.nn.functional.pad(own_position, (past, 0)) - p
+        outputs.append(p @ value[:, head // group])
+    return torch.stack(outputs, dim=2), weights
+
+
+ALL_ATTENTION_FUNCTIONS.register("naive", naive_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register("naive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
 def naive_heads(model, layout, share=1.0):
     """Make a plain model of transformers compute Laplacian heads the slow way; in place.
 
@@ -25,36 +58,8 @@ def naive_heads(model, layout, share=1.0):
         layout: {name of an attention module: indices of its Laplacian heads}.
         share: a in a I - P.
     """
-    heads = {model.get_submodule(name): indices for name, indices in layout.items()}
-
-    def attention(
-        module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, position_bias=None, **_
-    ):
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        group = query.shape[1] // key.shape[1]
-        tokens, past = query.shape[2], key.shape[2] - query.shape[2]
-        outputs, maps = [], []
-        for head in range(query.shape[1]):
-            scores = query[:, head] @ key[:, head // group].transpose(1, 2) * scaling
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            if position_bias is not None:
-                scores = scores + position_bias[:, head]
-            if attention_mask is not None:
-                scores = scores + attention_mask[:, head if attention_mask.shape[1] > 1 else 0]
-            maps.append(torch.softmax(scores.float(), dim=-1).to(query.dtype))
-        weights = torch.stack(maps, dim=1)
-        dropped = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
-        for head in range(query.shape[1]):
-            p = dropped[:, head]
-            if head in heads.get(module, []):
-                own_position = torch.eye(tokens, dtype=p.dtype)
-                p = share * torch.nn.functional.pad(own_position, (past, 0)) - p
-            outputs.append(p @ value[:, head // group])
-        return torch.stack(outputs, dim=2), weights
-
-    ALL_ATTENTION_FUNCTIONS.register("naive", attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("naive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    for name, heads in layout.items():
+        model.get_submodule(name).naive_heads = heads, share
     model.set_attn_implementation("naive")
     return model
 
