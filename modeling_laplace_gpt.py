@@ -116,7 +116,6 @@ class LaplaceGPTDecoderLayer(NanoChatDecoderLayer):
 
 class LaplaceGPTPreTrainedModel(NanoChatPreTrainedModel):
     config: LaplaceGPTConfig
-    config_class = LaplaceGPTConfig
     _no_split_modules = ["LaplaceGPTDecoderLayer"]
     _can_record_outputs = {"hidden_states": LaplaceGPTDecoderLayer, "attentions": LaplaceGPTAttention}
 
