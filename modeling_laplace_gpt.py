@@ -12,6 +12,7 @@ model with 0 Laplacian heads is NanoChat. Architecture: karpathy/nanochat at 01f
 
 import functools
 import inspect
+import re
 
 import torch
 import torch.nn as nn
@@ -192,8 +193,8 @@ def _compiled_passes(device_type: str, dtype: torch.dtype):
 
 
 # Named after the module: a model loaded from the Hub brings its own copy of this file into a process that may have
-# the package too, and each copy needs its own operator.
-@torch.library.custom_op(f"laplacian_heads::{__name__.replace('.', '_')}_softcapped_loss", mutates_args=())
+# the package too, and each copy needs its own operator. Its folder may have any name, such as `heads=3`.
+@torch.library.custom_op("laplacian_heads::" + re.sub(r"\W", "_", __name__) + "_softcapped_loss", mutates_args=())
 def _softcapped_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
