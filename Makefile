@@ -8,10 +8,10 @@ demo: .venv/with-train
 	$(BIN)/laplacian-heads demo
 
 test: .venv/with-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 test-slow: .venv/with-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
 
 lint: .venv/with-dev
 	$(BIN)/ruff check .

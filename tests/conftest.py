@@ -17,6 +17,7 @@ from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
 
 # The models here are tiny: threads would wait for each other longer than they compute.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPBACK_HUB = ROOT.parent / "shared" / "tools" / "loopback_hub.py"

@@ -28,9 +28,9 @@ def run(code, folder):
 
 @pytest.fixture(scope="module")
 def demo_folder(tmp_path_factory):
-    """A folder in which the demo was run, with one twentieth of its tokens."""
+    """A folder in which the demo was run, with a hundredth of its tokens."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "laplacian_heads", "demo", "tokens=100_000", "vocab_size=1024", "context=64"]
+    command = [sys.executable, "-m", "laplacian_heads", "demo", "tokens=20_000", "vocab_size=1024"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
