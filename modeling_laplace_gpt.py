@@ -361,8 +361,8 @@ class LaplaceGPTForCausalLM(LaplaceGPTPreTrainedModel, NanoChatForCausalLM, Gene
             loss, a scalar, if labels were given; logits (batch, tokens, vocabulary) in float32 after the soft-cap,
             unless labels were given and return_logits is false; cache, hidden states and attentions P as asked for.
         """
-        if cache is not None:
-            kwargs[CACHE] = cache
+        if cache is not None:  # before 5.24 this was the name of paged caches only, which the backends expect
+            kwargs[CACHE if isinstance(cache, Cache) else "cache"] = cache
         if use_cache is None and labels is not None:
             use_cache = False  # a loss needs no cache, and with one packed documents attend to each other
         outputs = self.model(
