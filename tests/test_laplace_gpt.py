@@ -141,7 +141,7 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.booleans())
 def test_any_layout_equals_the_naive_reference(attn, case, training):
     fields, inputs = case
