@@ -335,9 +335,9 @@ def test_two_processes_equal_one(kind, kv_heads, tmp_path):
     torch.save(ids, tmp_path / "ids.pt")
     (tmp_path / "script.py").write_text(DISTRIBUTED)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run(
-        [*launch, tmp_path / "script.py", tmp_path, kind], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    launch += [tmp_path / "script.py", tmp_path, kind]
+    result = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
     assert_same(torch.load(tmp_path / "results.pt"), expected, 1e-5)
 
 
