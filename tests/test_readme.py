@@ -52,7 +52,8 @@ def test_demo_snippet_needs_no_package(demo_folder):
 
 def test_make_demo_is_the_demo_verb():
     """So the tests of the verb are tests of the command."""
-    done = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True)
+    make = ["make", "--dry-run", "--no-print-directory", "demo"]  # the tests may themselves run under make
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip().splitlines()[-1] == ".venv/bin/laplacian-heads demo"
 
 
