@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a verb; returns the exit status. A user's mistake ends with one sentence, not with a traceback."""
     parser = argparse.ArgumentParser(
         prog="laplacian-heads",
-        description="Train, score and publish transformers with Laplacian heads.",
+        description="Train and compare transformers with Laplacian heads.",
         epilog="laplacian-heads VERB --help shows the keys of a verb's recipe.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

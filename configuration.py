@@ -10,6 +10,11 @@ from .laplacian import check_share, heads_by_layer
 # Ids of the default tokenizer; they belong to its 65,536 entries and are dropped for a smaller vocabulary.
 SPECIAL_TOKEN_IDS = {"pad_token_id": 65526, "bos_token_id": 65527, "eos_token_id": 65531}
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
 AUTO_MAP = {
     "AutoConfig": "configuration.LaplaceGPTConfig",
     "AutoModel": "modeling_laplace_gpt.LaplaceGPTModel",
@@ -35,7 +40,7 @@ class LaplaceGPTConfig(NanoChatConfig):
         Every other field: as in `NanoChatConfig`.
 
     Raises:
-        ValueError: a value of laplacian_heads or laplacian_share, or a number of heads, is not allowed.
+        ValueError: a value of laplacian_heads or laplacian_share, or a size, is not allowed.
     """
 
     model_type = "laplace_gpt"
@@ -58,6 +63,13 @@ class LaplaceGPTConfig(NanoChatConfig):
     eos_token_id: int | list[int] | None = SPECIAL_TOKEN_IDS["eos_token_id"]
 
     def __post_init__(self, **kwargs):
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}, allowed is an integer of at least 1.")
+        unknown = [name for name in kwargs if name.startswith("laplacian_")]
+        if unknown:  # transformers keeps a key it does not know; here it would be a model without its heads
+            raise ValueError(f"There is no field {unknown[0]}, allowed are laplacian_heads and laplacian_share.")
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if self.head_dim is None:
@@ -67,6 +79,8 @@ class LaplaceGPTConfig(NanoChatConfig):
                     f"{self.hidden_size}, or any number with head_dim given."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, allowed are even numbers, which RoPE rotates in pairs.")
         if self.num_key_value_heads is not None and self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}, allowed are divisors of num_attention_heads "

@@ -4,9 +4,9 @@ P is the attention matrix after softmax and v the values, so a Laplacian head ap
 the attention kernels stay as they are: the difference is taken after the backend has returned. Source: "Laplacian
 Heads Improve Transformers by Smoothing Token Representations", arXiv 2602.09297, section 2.
 
-Three users share this file: LaplaceGPT, LaplaceViT, and `laplacianize`, which gives Laplacian heads to any model of
-transformers that calls the attention interface. It is one of the files that travel with a model to the Hub, hence no
-import from the rest of the package.
+LaplaceGPT and `laplacianize`, which gives Laplacian heads to any model of transformers that calls the attention
+interface, share this file. It is one of those that travel with a model to the Hub, hence no import from the rest of
+the package.
 """
 
 import copy
@@ -111,7 +111,7 @@ def heads_by_layer(laplacian_heads, num_heads: Sequence[int]) -> list[list[int]]
 def check_share(laplacian_share) -> float:
     """`laplacian_share` as a float; ValueError unless it is a finite number of at least 0."""
     number = isinstance(laplacian_share, (int, float)) and not isinstance(laplacian_share, bool)
-    if not number or not math.isfinite(laplacian_share) or laplacian_share < 0:
+    if not number or not 0 <= laplacian_share < math.inf:
         raise ValueError(f"laplacian_share is {laplacian_share!r}, allowed is a finite number of at least 0.")
     return float(laplacian_share)
 
@@ -168,8 +168,14 @@ def subtract_from_values(
 
 
 def set_laplacian_share(model: nn.Module, laplacian_share: float) -> None:
-    """Set the share of v in every Laplacian head of a model, now and in the config that is saved with it."""
+    """Set the share of v in every Laplacian head of a model, now and in the config that is saved with it.
+
+    Raises:
+        ValueError: the share is not a finite number of at least 0, or the model has no Laplacian heads.
+    """
     share = check_share(laplacian_share)
+    if not any(getattr(module, "laplacian_heads", None) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no Laplacian heads whose share could be set.")
     for module in model.modules():
         if hasattr(module, "laplacian_share"):
             module.laplacian_share = share
@@ -410,6 +416,10 @@ class _LaplacianConfig:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
+        if "laplacian_heads" not in config_dict:
+            raise ValueError(
+                "The config of a laplacianized model lacks laplacian_heads, which says what its heads are."
+            )
         return super().from_dict(_unmarked(config_dict), **kwargs)
 
     @classmethod
@@ -488,7 +498,7 @@ def __getattr__(name: str):
 
 
 def laplacianize(
-    model: PreTrainedModel, laplacian_heads=0, laplacian_share: float = 1.0, keep_outputs: bool = False
+    model: PreTrainedModel, laplacian_heads, laplacian_share: float = 1.0, keep_outputs: bool = False
 ) -> PreTrainedModel:
     """Give Laplacian heads to a model of transformers, in place.
 

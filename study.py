@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import time
 from pathlib import Path
@@ -63,10 +64,15 @@ class DemoRecipe:
         if not 0 <= self.decay_share <= 1:
             raise ValueError(f"decay_share is {self.decay_share}, allowed is a number from 0 to 1.")
         for name in ("matrix_lr", "embedding_lr", "head_lr", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 0.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a finite number of at least 0.")
         if not self.laplacian_heads:
             raise ValueError("laplacian_heads is [], allowed is a list with one entry for each model.")
+        if len({_folder_name(heads) for heads in self.laplacian_heads}) < len(self.laplacian_heads):
+            raise ValueError(f"laplacian_heads is {self.laplacian_heads}, allowed are entries with names of their own.")
+        for name in ("data", "output"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is '', allowed is the path of a file or folder.")
 
     @property
     def steps(self) -> int:
@@ -121,7 +127,7 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
         f"{len(tokenizer):,} entries"
     )
 
-    output = Path(recipe.output)
+    output = Path(recipe.output).expanduser()
     _claim(output, recipe)
     # Tokens after the first of each row are predicted, so their bytes are counted.
     rows = np.asarray(held_out.with_format("numpy")["input_ids"])
@@ -129,11 +135,13 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
 
     results = []
     for heads in recipe.laplacian_heads:
-        folder = output / f"laplacian_heads={json.dumps(heads, separators=(',', ':'))}"
         config = recipe.config(heads)
         for name in ("bos", "eos", "pad"):
             setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
-        results.append(_train_and_measure(recipe, config, tokenizer, train, held_out, folder))
+        folder = output / _folder_name(heads)
+        if not folder.exists():
+            _train(recipe, config, tokenizer, train, held_out, folder)
+        results.append({"laplacian_heads": heads, "folder": folder, **_measure(recipe, tokenizer, folder)})
 
     trigram = Trigram(np.asarray(train.with_format("numpy")["input_ids"]).ravel(), len(tokenizer))
     trigram_bits = sum(map(trigram.nats, rows.tolist())) / nats_per_bit_per_byte
@@ -143,12 +151,21 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
     print(report)
 
 
+def _folder_name(heads) -> str:
+    # Letters, digits and underscores: transformers makes a module name of it when it loads the code.
+    return "laplacian_heads_" + re.sub(r"\W+", "_", json.dumps(heads)).strip("_")
+
+
 def _claim(output: Path, recipe: DemoRecipe) -> None:
     """Make the output folder this recipe's, or refuse it."""
     values = dataclasses.asdict(recipe)
     path = output / "recipe.yaml"
     if path.exists():
-        if yaml.safe_load(path.read_text()) != values:
+        try:
+            same = yaml.safe_load(path.read_text(encoding="utf-8")) == values
+        except (yaml.YAMLError, UnicodeDecodeError):
+            same = False
+        if not same:
             raise ValueError(f"output: {output} holds the results of another recipe; give another output=.")
         return
     output.mkdir(parents=True, exist_ok=True)
@@ -162,18 +179,17 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _train_and_measure(
+def _train(
     recipe: DemoRecipe,
     config: LaplaceGPTConfig,
     tokenizer: PreTrainedTokenizerFast,
     train: Dataset,
     held_out: Dataset,
     folder: Path,
-) -> dict:
-    """Train a model into `folder`, or take the one that is there; return its loss, speed and samples."""
+) -> None:
+    """Train a model, from its last checkpoint if there is one; the folder appears when it is complete."""
     set_seed(recipe.seed)
-    measured = folder / "demo.json"
-    model = LaplaceGPTForCausalLM.from_pretrained(folder) if measured.exists() else LaplaceGPTForCausalLM(config)
+    model = LaplaceGPTForCausalLM(config)
     checkpoints = folder.with_name(folder.name + ".checkpoints")
     trainer = Trainer(
         model=model,
@@ -201,25 +217,37 @@ def _train_and_measure(
         eval_dataset=held_out,
         processing_class=tokenizer,
     )
-    if not measured.exists():
-        last, steps_before = _last_checkpoint(checkpoints)
-        started = time.perf_counter()
-        trainer.train(resume_from_checkpoint=last)
-        seconds = time.perf_counter() - started
-        model.config.use_cache = True
-        part = folder.with_name(folder.name + ".part")
-        trainer.model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        speed = (recipe.steps - steps_before) * recipe.batch_size * recipe.context / seconds
-        _write(part / "demo.json", json.dumps({"tokens_per_second": speed}))
-        part.replace(folder)
-        shutil.rmtree(checkpoints)
-
+    last, steps_before = _last_checkpoint(checkpoints)
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=last)
+    seconds = time.perf_counter() - started
     loss = trainer.evaluate()["eval_loss"]
-    model.eval()
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"The held-out loss is {loss} after training; delete {checkpoints} and give lower learning rates."
+        )
+    speed = (recipe.steps - steps_before) * recipe.batch_size * recipe.context / seconds
+    model.config.use_cache = True
+    part = folder.with_name(folder.name + ".part")
+    trainer.model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    _write(part / "demo.json", json.dumps({"nats_per_token": loss, "tokens_per_second": speed}))
+    part.replace(folder)
+    shutil.rmtree(checkpoints)
+
+
+def _measure(recipe: DemoRecipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> dict:
+    """What was measured when a model was trained, and samples from it."""
+    try:
+        measured = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+        measured = {key: measured[key] for key in ("nats_per_token", "tokens_per_second")}
+        model = LaplaceGPTForCausalLM.from_pretrained(folder)
+    except Exception as error:  # each file of the folder fails in a way of its own
+        raise ValueError(f"{folder} is damaged; move it away and call again ({error}).") from error
+    set_seed(recipe.seed)
     samples = []
     for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        inputs = tokenizer(prompt, return_tensors="pt", truncation=True, max_length=recipe.context // 2)
         text = model.generate(
             **inputs,
             max_new_tokens=min(40, recipe.context - inputs["input_ids"].shape[1]),
@@ -227,16 +255,9 @@ def _train_and_measure(
             top_k=50,
             temperature=0.8,
             eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
-            use_cache=True,
         )
         samples.append(tokenizer.decode(text[0], skip_special_tokens=True))
-    return {
-        "laplacian_heads": config.laplacian_heads,
-        "nats_per_token": loss,
-        "samples": samples,
-        "folder": folder,
-        **json.loads(measured.read_text()),
-    }
+    return {**measured, "samples": samples}
 
 
 def _last_checkpoint(checkpoints: Path) -> tuple[str | None, int]:

@@ -91,6 +91,12 @@ def test_unreadable_data_is_refused_in_one_sentence(capsys, tmp_path, text_file,
     assert str(text_file) in line
 
 
+def test_pipe_is_no_text(capsys, tmp_path):
+    """Reading it would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "there is no file or folder" in refusal(capsys, "demo", f"data={tmp_path / 'pipe'}")
+
+
 def test_folder_without_text_is_refused(capsys, tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert "holds no .txt or .md file" in refusal(capsys, "demo", f"data={tmp_path}", f"output={tmp_path / 'out'}")
@@ -116,6 +122,13 @@ def test_context_longer_than_the_held_out_text(capsys, tmp_path, text_file):
         ("laplacian_heads=[0, 5]", "laplacian_heads: the count is 5 in layer 0"),
         ("laplacian_heads=1", "laplacian_heads is 1, allowed is list"),
         ("laplacian_heads=[]", "laplacian_heads is []"),
+        ("laplacian_heads=[1, 1]", "laplacian_heads is [1, 1]"),
+        ("matrix_lr=.nan", "matrix_lr is nan, allowed is a finite number"),
+        ("decay_share=2", "decay_share is 2.0, allowed is a number from 0 to 1"),
+        ("hidden_size=6", "head_dim is 3, allowed are even numbers"),
+        ("num_attention_heads=0", "num_attention_heads is 0, allowed is at least 1"),
+        ("data=''", "data is '', allowed is the path"),
+        ("output=''", "output is '', allowed is the path"),
         ("data=[unclosed", "is not a YAML value"),
         ("nonsense", "is not of the form key=value"),
     ],
@@ -166,7 +179,7 @@ def test_demo_on_the_users_own_text(tmp_path, text_file):
     report = (tmp_path / "out/report.md").read_text()
     assert report in first.stdout
     for heads in (0, 1):
-        folder = tmp_path / f"out/laplacian_heads={heads}"
+        folder = tmp_path / f"out/laplacian_heads_{heads}"
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.laplacian_heads == heads
         assert model.config.vocab_size >= len(AutoTokenizer.from_pretrained(folder))
@@ -183,12 +196,39 @@ def test_demo_on_the_users_own_text(tmp_path, text_file):
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
 
 
+@pytest.mark.parametrize("damage", [("demo.json", "{}"), ("model.safetensors", "cut"), ("config.json", "")])
+def test_damaged_model_is_named_and_left_alone(capsys, tmp_path, text_file, damage):
+    file, content = damage
+    assert main(["demo", *SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}"]) == 0
+    path = tmp_path / "out/laplacian_heads_1" / file
+    path.write_text(content)
+    capsys.readouterr()
+    assert main(["demo", *SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}"]) == 1
+    assert f"{path.parent} is damaged; move it away" in capsys.readouterr().err
+    assert path.read_text() == content
+
+
+def test_diverged_model_is_not_accepted(capsys, tmp_path, text_file):
+    arguments = [*SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}", "matrix_lr=1e38"]
+    assert main(["demo", *arguments]) == 1
+    assert "give lower learning rates" in capsys.readouterr().err
+    assert not (tmp_path / "out/laplacian_heads_1").exists()
+
+
+def test_context_shorter_than_the_prompts(tmp_path, text_file):
+    """And a home folder in the path of the output."""
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = demo(tmp_path, f"data={text_file}", "context=4", "laplacian_heads=[1]", "output=~/home", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "home/report.md").exists()
+
+
 def test_killed_demo_goes_on_at_its_checkpoint(tmp_path, text_file):
     command = [sys.executable, "-m", "laplacian_heads", "demo", *SMALL, "tokens=12800", f"data={text_file}"]
     process = subprocess.Popen(
         [*command, f"output={tmp_path / 'out'}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    checkpoints = tmp_path / "out/laplacian_heads=0.checkpoints"
+    checkpoints = tmp_path / "out/laplacian_heads_0.checkpoints"
     deadline = time.monotonic() + 120
     while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
         assert time.monotonic() < deadline
@@ -205,7 +245,7 @@ def test_killed_demo_goes_on_at_its_checkpoint(tmp_path, text_file):
 def test_full_disk_is_one_sentence_and_loses_nothing(tmp_path, text_file):
     """A limit on the size of a file stands in for the disk: the first model is finished, the second cannot be."""
     assert demo(tmp_path, f"data={text_file}", "laplacian_heads=[0]").returncode == 0
-    kept = tmp_path / "out/laplacian_heads=0/model.safetensors"
+    kept = tmp_path / "out/laplacian_heads_0/model.safetensors"
     before = kept.read_bytes()
     (tmp_path / "out/recipe.yaml").unlink()  # the same output folder for a second recipe
     done = demo(
@@ -315,6 +355,6 @@ def test_trigram_is_a_distribution_and_learns():
 
 def test_recipe_is_kept_beside_the_results(tmp_path, text_file):
     assert demo(tmp_path, f"data={text_file}", "laplacian_heads=[1]").returncode == 0
-    speed = json.loads((tmp_path / "out/laplacian_heads=1/demo.json").read_text())["tokens_per_second"]
+    speed = json.loads((tmp_path / "out/laplacian_heads_1/demo.json").read_text())["tokens_per_second"]
     assert speed > 0
     assert os.path.exists(tmp_path / "out/recipe.yaml")

@@ -42,8 +42,8 @@ def read_documents(data: str) -> list[str]:
         ValueError: nothing there, nothing in it, or not UTF-8 text; the message names the file.
         OSError: a file that cannot be read.
     """
-    path = Path(data)
-    if not path.exists():
+    path = Path(data).expanduser()
+    if not path.is_file() and not path.is_dir():
         raise ValueError(f"data: there is no file or folder {data}.")
     files = [path]
     if path.is_dir():
@@ -53,7 +53,7 @@ def read_documents(data: str) -> list[str]:
     documents = []
     for file in files:
         try:
-            text = file.read_bytes().decode("utf-8")
+            text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"data: {file} is not UTF-8 text (byte {error.start}).") from None
         if "\0" in text:
@@ -89,6 +89,6 @@ def pack_rows(tokenizer: PreTrainedTokenizerFast, documents: list[str], context:
     stream = np.concatenate([[tokenizer.bos_token_id, *ids] for ids in encoded]).astype(np.int64)
     rows = len(stream) // context
     if rows == 0:
-        raise ValueError(f"context is {context} tokens, but the {name} text has only {len(stream)}.")
+        raise ValueError(f"context is {context} tokens, but the {name} text has only {len(stream)}; give more text.")
     table = stream[: rows * context].reshape(rows, context)
     return Dataset.from_dict({"input_ids": table, "labels": table}).with_format("torch")
