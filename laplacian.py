@@ -171,16 +171,18 @@ def set_laplacian_share(model: nn.Module, laplacian_share: float) -> None:
     """Set the share of v in every Laplacian head of a model, now and in the config that is saved with it.
 
     Raises:
-        ValueError: the share is not a finite number of at least 0, or the model has no Laplacian heads.
+        ValueError: the share is not a finite number of at least 0, or the model is one without Laplacian heads.
     """
     share = check_share(laplacian_share)
-    if not any(getattr(module, "laplacian_heads", None) for module in model.modules()):
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [config for config in configs if hasattr(config, "laplacian_share")]
+    if not configs:
         raise ValueError(f"{type(model).__name__} has no Laplacian heads whose share could be set.")
+    for config in configs:
+        config.laplacian_share = share
     for module in model.modules():
         if hasattr(module, "laplacian_share"):
             module.laplacian_share = share
-        if isinstance(module, PreTrainedModel) and hasattr(module.config, "laplacian_share"):
-            module.config.laplacian_share = share
 
 
 # Laplacian heads for the models of transformers

@@ -605,6 +605,32 @@ def test_the_callback_refuses_what_it_cannot_do(tmp_path):
     assert baseline.config.laplacian_share == 1
 
 
+@pytest.mark.parametrize("make", [lambda: build("llama"), lambda: nn.Linear(2, 2)])
+def test_share_of_a_model_without_laplacian_heads_is_refused(make):
+    with pytest.raises(ValueError, match="has no Laplacian heads whose share"):
+        set_laplacian_share(make(), 0.5)
+
+
+def test_saved_config_without_its_heads_is_refused(tmp_path):
+    """It would load as a baseline."""
+    laplacianize(build("llama"), 2).save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    del entries["laplacian_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="lacks laplacian_heads"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_copies_of_the_code_do_not_multiply_the_backends(tmp_path):
+    """Each folder loaded from the Hub brings a copy of the code, which registers backends around those it finds."""
+    counts = []
+    for number in range(4):
+        laplacianize(build("llama"), 2).save_pretrained(tmp_path / str(number))
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(number), trust_remote_code=True)
+        counts.append(len(ALL_ATTENTION_FUNCTIONS.valid_keys()))
+    assert 0 < counts[3] - counts[2] == counts[2] - counts[1] <= 16
+
+
 def peft_model():
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
@@ -654,7 +680,7 @@ def test_what_cannot_be_done_raises_and_leaves_the_model_alone(make, kwargs, mes
     before = copy.deepcopy(model.state_dict())
     cls, config = type(model), copy.deepcopy(getattr(model, "config", None))
     with pytest.raises(ValueError, match=message):
-        laplacianize(model, **kwargs)
+        laplacianize(model, **{"laplacian_heads": 1, **kwargs})
     assert type(model) is cls
     assert getattr(model, "config", None) == config
     assert all(map(torch.equal, model.state_dict().values(), before.values()))

@@ -244,3 +244,21 @@ def test_special_tokens_belong_to_the_default_vocabulary():
     assert ids == [(65526, 65527, 65531), (None, None, None)]
     given_ids = config(pad_token_id=1, bos_token_id=2, eos_token_id=[3, 4])
     assert (given_ids.pad_token_id, given_ids.bos_token_id, given_ids.eos_token_id) == (1, 2, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, allowed is an integer of at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, allowed is an integer of at least 1"),
+        ({"vocab_size": 0}, "vocab_size is 0, allowed is an integer of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, allowed is an integer of at least 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, allowed are divisors of num_attention_heads 10"),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, allowed are divisors of hidden_size 1280"),
+        ({"head_dim": 3}, "head_dim is 3, allowed are even numbers"),
+        ({"laplacian_head": 2}, "There is no field laplacian_head, allowed are laplacian_heads and laplacian_share"),
+    ],
+)
+def test_a_size_or_field_that_no_model_could_have_is_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        LaplaceGPTConfig(**fields)
