@@ -16,6 +16,7 @@ import re
 
 import torch
 import torch.nn as nn
+from torch import library
 from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -194,7 +195,7 @@ def _compiled_passes(device_type: str, dtype: torch.dtype):
 
 # Named after the module: a model loaded from the Hub brings its own copy of this file into a process that may have
 # the package too, and each copy needs its own operator. Its folder may have any name, such as `heads=3`.
-@torch.library.custom_op("laplacian_heads::" + re.sub(r"\W", "_", __name__) + "_softcapped_loss", mutates_args=())
+@library.custom_op("laplacian_heads::" + re.sub(r"\W", "_", __name__) + "_softcapped_loss", mutates_args=())
 def _softcapped_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,

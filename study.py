@@ -129,9 +129,10 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
 
     output = Path(recipe.output).expanduser()
     _claim(output, recipe)
-    # Tokens after the first of each row are predicted, so their bytes are counted.
+    # Tokens after the first of each row are predicted, so they and their bytes are counted.
     rows = np.asarray(held_out.with_format("numpy")["input_ids"])
-    nats_per_bit_per_byte = math.log(2) * np.asarray(token_bytes(tokenizer))[rows[:, 1:]].sum()
+    predicted = rows[:, 1:]
+    bits_per_byte = 1 / (math.log(2) * np.asarray(token_bytes(tokenizer))[predicted].sum())  # for one nat in all
 
     results = []
     for heads in recipe.laplacian_heads:
@@ -141,12 +142,13 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
         folder = output / _folder_name(heads)
         if not folder.exists():
             _train(recipe, config, tokenizer, train, held_out, folder)
-        results.append({"laplacian_heads": heads, "folder": folder, **_measure(recipe, tokenizer, folder)})
+        result = {"laplacian_heads": heads, "folder": folder, **_measure(recipe, tokenizer, folder)}
+        result["bits_per_byte"] = result["nats_per_token"] * predicted.size * bits_per_byte
+        results.append(result)
 
     trigram = Trigram(np.asarray(train.with_format("numpy")["input_ids"]).ravel(), len(tokenizer))
-    trigram_bits = sum(map(trigram.nats, rows.tolist())) / nats_per_bit_per_byte
-    predicted = rows.shape[0] * (rows.shape[1] - 1)
-    report = _report(recipe, parameters[0], results, trigram_bits, predicted / nats_per_bit_per_byte)
+    trigram_bits = sum(map(trigram.nats, rows.tolist())) * bits_per_byte
+    report = _report(recipe, parameters[0], results, trigram_bits)
     _write(output / "report.md", report)
     print(report)
 
@@ -272,9 +274,8 @@ def _last_checkpoint(checkpoints: Path) -> tuple[str | None, int]:
     return complete.get(step), step
 
 
-def _report(recipe, parameters, results, trigram_bits, tokens_per_nat_bit_byte) -> str:
-    """The comparison as Markdown."""
-    bits = [result["nats_per_token"] * tokens_per_nat_bit_byte for result in results]
+def _report(recipe: DemoRecipe, parameters: int, results: list[dict], trigram_bits: float) -> str:
+    """The comparison as Markdown; trigram_bits are the trigram model's bits per byte."""
     lines = [
         "# LaplaceGPT demo",
         "",
@@ -284,13 +285,13 @@ def _report(recipe, parameters, results, trigram_bits, tokens_per_nat_bit_byte) 
         "| model | held-out bits per byte | tokens/s | folder |",
         "|---|---|---|---|",
     ]
-    for result, value in zip(results, bits, strict=True):
+    for result in results:
         lines.append(
-            f"| LaplaceGPT, laplacian_heads {result['laplacian_heads']} | {value:.4f} "
+            f"| LaplaceGPT, laplacian_heads {result['laplacian_heads']} | {result['bits_per_byte']:.4f} "
             f"| {result['tokens_per_second']:,.0f} | {result['folder']} |"
         )
     lines += [f"| token trigram, same training text | {trigram_bits:.4f} | | |", ""]
-    best = results[bits.index(min(bits))]
+    best = min(results, key=lambda result: result["bits_per_byte"])
     lines += [
         f"Lowest here: laplacian_heads {best['laplacian_heads']}. One seed on one small text is no evidence for or "
         "against Laplacian heads.",

@@ -1,5 +1,6 @@
 """Recipes: one commented YAML file per run, shipped with the package, and the function that reads them."""
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -71,10 +72,8 @@ def _checked(key, value, annotation):
     if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
         return float(value)
     if float in allowed and isinstance(value, str):  # YAML 1.1 reads 3e-3 as text
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            pass
     kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
