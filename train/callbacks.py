@@ -6,6 +6,23 @@ from transformers.trainer_callback import ExportableState
 from laplacian_heads.laplacian import set_laplacian_share
 
 
+class MomentumWarmupCallback(TrainerCallback):
+    """Raises the momentum of Muon linearly from 0.85 to 0.95 (karpathy/nanochat at 01f5f10, `scripts/base_train.py`).
+
+    Args:
+        steps: number of optimizer steps it takes; 0 is none.
+    """
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        share = min(1.0, state.global_step / self.steps) if self.steps else 1.0
+        for group in optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = 0.85 + 0.10 * share
+
+
 class LaplacianShareCallback(TrainerCallback, ExportableState):
     """Raises `laplacian_share` linearly from the value the model starts with to 1, which it then keeps.
 

@@ -23,6 +23,53 @@ SPECIAL_TOKENS = [
     "<|output_end|>",
 ]
 
+# Messages as nanochat renders them (karpathy/nanochat at 01f5f10, `Tokenizer.render_conversation`), in the form of
+# transformers: a system message goes in front of the first question, and an assistant's turn stays open from a tool call
+# to the end of the message after the tool's result. What the assistant says, calls and ends with lies between the
+# generation markers. "<|" in a text is split, so that no text can pass for a special token.
+CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content | replace('<|', '< |') -}}
+    {%- elif content is not none -%}
+        {%- for part in content -%}
+            {%- if part.type != 'text' -%}{{- raise_exception('This model reads text only.') -}}{%- endif -%}
+            {{- part.text | replace('<|', '< |') -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- set turn = namespace(system=none, open=false) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' and loop.first -%}
+        {%- set turn.system = text(message.content) -%}
+    {%- elif message.role == 'user' -%}
+        {{- '<|user_start|>' -}}
+        {%- if turn.system is not none -%}{{- turn.system + '\\n\\n' -}}{%- set turn.system = none -%}{%- endif -%}
+        {{- text(message.content) + '<|user_end|>' -}}
+        {%- set turn.open = false -%}
+    {%- elif message.role == 'assistant' -%}
+        {%- if not turn.open -%}{{- '<|assistant_start|>' -}}{%- endif -%}
+        {%- set turn.open = message.tool_calls is defined and message.tool_calls -%}
+        {%- generation -%}
+        {{- text(message.content) -}}
+        {%- if turn.open -%}
+            {%- for call in message.tool_calls -%}
+                {{- '<|python_start|>' + text(call.function.arguments.code) + '<|python_end|>' -}}
+            {%- endfor -%}
+        {%- else -%}
+            {{- '<|assistant_end|>' -}}
+        {%- endif -%}
+        {%- endgeneration -%}
+    {%- elif message.role == 'tool' -%}
+        {{- '<|output_start|>' + text(message.content) + '<|output_end|>' -}}
+    {%- else -%}
+        {{- raise_exception('The role ' + message.role + ' has no place here.') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not turn.open -%}{{- '<|assistant_start|>' -}}{%- endif -%}
+"""
+
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer.
@@ -60,6 +107,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, context: int) -> 
         additional_special_tokens=SPECIAL_TOKENS,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
