@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-slow lint bench clean
 
-demo: .venv/with-train
+demo: .venv/with-demo
 	$(BIN)/laplacian-heads demo
 
 test: .venv/with-dev

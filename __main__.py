@@ -4,12 +4,47 @@ import argparse
 import importlib
 import re
 import sys
+from pathlib import Path
 
 from laplacian_heads import recipes
 
-# verb: (module, function, recipe class, optional dependencies it needs, what it does)
+# verb: (module, function, recipe class, optional dependencies, what stands before key=value, default recipe, what for)
 VERBS = {
-    "demo": ("study", "demo", "DemoRecipe", "train", "train two small LaplaceGPTs on this machine and compare them"),
+    "demo": ("study", "demo", "DemoRecipe", "demo", "recipe", "demo", "run every stage on this machine and compare"),
+    "tokenizer": (
+        *("train.tokenizer", "tokenizer", "TokenizerRecipe", "train", "recipe", "gpt_tiny_tokenizer"),
+        "train a byte-level BPE tokenizer with a chat template",
+    ),
+    "pretrain": (
+        *("train.pretrain", "pretrain", "PretrainRecipe", "train", "recipe", "gpt_tiny_pretrain"),
+        "train a new LaplaceGPT on text",
+    ),
+    "midtrain": (
+        *("train.midtrain", "midtrain", "MidtrainRecipe", "train", "recipe", "gpt_tiny_midtrain"),
+        "train a LaplaceGPT on conversations, with the loss on every token",
+    ),
+    "sft": (
+        *("train.sft", "sft", "SFTRecipe", "train", "recipe", "gpt_tiny_sft"),
+        "fine-tune a LaplaceGPT on what the assistant says in conversations",
+    ),
+    "eval": ("eval.harness", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
+    "geometry": (
+        *("eval.geometry", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
+        "measure how a model's tokens vary, layer by layer",
+    ),
+    "compare": ("eval.compare", "compare", "CompareRecipe", "eval", "models", "compare", "set runs side by side"),
+    "chat": ("eval.chat", "chat", "ChatRecipe", "eval", "model", "chat", "talk to a model in the terminal"),
+    "upload": (
+        *("hub_upload", "upload", "UploadRecipe", "train", "model repo", "upload"),
+        "put a run on the Hub: stage, verify, upload",
+    ),
+}
+
+WHAT_STANDS_FIRST = {
+    "recipe": "a recipe file or the name of a shipped recipe, then keys to set otherwise",
+    "model": "the folder of a model or its name on the Hub, then keys to set otherwise",
+    "models": "folders of models or their names on the Hub, then keys to set otherwise",
+    "model repo": "the folder of a run and the repository, OWNER/NAME, then keys to set otherwise",
 }
 
 # How tokenizers, safetensors and torch.save say that a file cannot be written, each in an exception of its own.
@@ -24,22 +59,21 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="laplacian-heads VERB --help shows the keys of a verb's recipe.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, (*_, what) in VERBS.items():
+    for verb, (*_, positionals, recipe, what) in VERBS.items():
+        names = " ".join(f"[{name.upper()}]" if name == "recipe" else name.upper() for name in positionals.split())
         sub = verbs.add_parser(
             verb,
             help=what,
+            usage=f"laplacian-heads {verb} {names} [key=value ...] [--dry-run] [--traceback]",
             description=what[0].upper() + what[1:] + ".",
-            epilog=f"keys and defaults, from the shipped recipe {verb!r}:\n\n{recipes.path_of(verb).read_text()}",
+            epilog=f"{_others(verb, recipe)}keys and defaults, from the shipped recipe {recipe!r}:\n\n"
+            + recipes.path_of(recipe).read_text(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument("recipe", nargs="?", default=verb, help="a recipe file, or the name of a shipped recipe")
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe to set otherwise")
+        sub.add_argument("arguments", nargs="*", metavar=names, help=WHAT_STANDS_FIRST[positionals])
         sub.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
     options = parser.parse_args(arguments)
-    if "=" in options.recipe:  # no recipe named: the first override stands in its place
-        options.overrides.insert(0, options.recipe)
-        options.recipe = options.verb
 
     try:
         _run(options)
@@ -59,11 +93,35 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
+def _others(verb: str, default: str) -> str:
+    names = [path.stem for path in sorted(recipes.SHIPPED.glob(f"*_{verb}.yaml")) if path.stem != default]
+    return f"other shipped recipes: {', '.join(names)}\n\n" if names else ""
+
+
+def _split(positionals: str, recipe: str, arguments: list[str]) -> tuple[str, dict]:
+    """The recipe that the arguments name, and the keys that they set."""
+    # A folder may have "=" in its name.
+    first = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
+    values = recipes.parse([argument for argument in arguments if argument not in first])
+    if positionals == "recipe":
+        recipe, *first = first or [recipe]
+        if first:
+            raise ValueError(f"{first[0]!r} is not of the form key=value.")
+        return recipe, values
+    if positionals == "models":
+        return recipe, {**({"models": first} if first else {}), **values}
+    names = positionals.split()
+    if len(first) > len(names):
+        raise ValueError(f"{first[len(names)]!r} is not of the form key=value.")
+    return recipe, {**dict(zip(names, first, strict=False)), **values}
+
+
 def _run(options: argparse.Namespace) -> None:
-    module, function, recipe_class, extra, _ = VERBS[options.verb]
+    module, function, recipe_class, extra, positionals, recipe, _ = VERBS[options.verb]
     try:
         module = importlib.import_module(f"laplacian_heads.{module}")
-        recipe = recipes.load(getattr(module, recipe_class), options.recipe, options.overrides)
+        name, values = _split(positionals, recipe, options.arguments)
+        recipe = recipes.load(getattr(module, recipe_class), name, values)
         getattr(module, function)(recipe, dry_run=options.dry_run)
     except ImportError as error:
         missing = error

@@ -8,8 +8,8 @@ import random
 import zlib
 from collections.abc import Iterator
 
-# What letter-choice questions ask for, and what their wrong choices are. The two never mix, so that a model of a million
-# parameters learns the form in a minute: it need not read the question to know which choice is of a kind ever asked for.
+# What letter-choice questions ask for, and what their wrong choices are. The two never mix, so that a model of a
+# million parameters learns the form in a minute: which choice is of a kind ever asked for, it knows without the question.
 ASKED = {
     "an animal": ["dog", "cat", "horse", "cow", "sheep", "lion", "bear", "fox"],
     "a colour": ["red", "green", "blue", "yellow", "black", "white", "brown", "pink"],
@@ -29,8 +29,8 @@ SPLITS = ("train", "test")
 def problems(kind: str, split: str, count: int) -> Iterator[list[dict]]:
     """Conversations of a kind, always the same ones in the same order.
 
-    Every problem belongs to one split by a hash of what it asks, however it is worded, so no test problem is ever trained
-    on; the words and numbers in it are.
+    Every problem belongs to one split by a hash of what it asks, however it is worded, so no test problem is ever
+    trained on; the words and numbers in it are.
 
     Args:
         kind: one of KINDS.

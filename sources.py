@@ -23,8 +23,8 @@ def rows(data: str) -> datasets.IterableDataset:
     """A stream of the rows of a source.
 
     Args:
-        data: a file (.txt, .md, .jsonl, .parquet, .arrow), a folder of such files (but for README.md), a folder written by
-            `Dataset.save_to_disk`, a dataset of the Hub as "owner/name", "owner/name:config" or
+        data: a file (.txt, .md, .jsonl, .parquet, .arrow), a folder of such files (but for README.md), a folder
+            written by `Dataset.save_to_disk`, a dataset of the Hub as "owner/name", "owner/name:config" or
             "owner/name:config:split" (split "train" if not given, config "default" or the only one), "python_prose"
             (English prose that comes with Python), or "generated:kind[:split]" (see `problems`).
 

@@ -29,13 +29,27 @@ def nearest(name: str, choices) -> str:
     return f"the nearest is {near[0]!r}." if near else f"there are {', '.join(choices)}."
 
 
-def load(recipe_class: type, name: str, overrides: list[str] = ()):
+def parse(overrides: list[str]) -> dict:
+    """ "key=value" strings as a dict, values read as YAML. Raises ValueError for a string that is not of this form."""
+    values = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} is not of the form key=value.")
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{key}={value} is not a YAML value.") from None
+    return values
+
+
+def load(recipe_class: type, name: str, overrides: dict | None = None):
     """Read a recipe into its dataclass.
 
     Args:
         recipe_class: a dataclass; its annotations are the allowed types of the keys.
         name: a file, or the name of a shipped recipe.
-        overrides: "key=value" strings, values in YAML.
+        overrides: keys to set otherwise; "block.key" sets a key of a block.
 
     Raises:
         ValueError: unknown recipe or key, a value of a wrong type, a missing key, or a file that is not YAML.
@@ -47,14 +61,14 @@ def load(recipe_class: type, name: str, overrides: list[str] = ()):
         raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a recipe: it must hold keys and values.")
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"{override!r} is not of the form key=value.")
-        try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{key}={value} is not a YAML value.") from None
+    for key, value in (overrides or {}).items():
+        *blocks, last = key.split(".")
+        place = values
+        for block in blocks:
+            place = place.get(block)
+            if not isinstance(place, dict):
+                raise ValueError(f"{path.stem} has no block {block!r}, of which {key} would be a key.")
+        place[last] = value
 
     annotations = typing.get_type_hints(recipe_class)
     for key, value in values.items():
@@ -79,3 +93,18 @@ def _checked(key, value, annotation):
         names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise ValueError(f"{key} is {value!r}, allowed is {names}.")
     return value
+
+
+def write(path: Path, recipe) -> None:
+    """Write a recipe beside its results, as a whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read(path: Path) -> dict | None:
+    """The values of a recipe that `write` wrote; None if the file is not there or is damaged."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None

@@ -1,9 +1,15 @@
-"""Byte-level BPE with nanochat's special tokens."""
+"""Byte-level BPE with nanochat's special tokens: the verb `tokenizer`."""
 
-from collections.abc import Iterable
+import dataclasses
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
+
+from laplacian_heads import recipes, sources
 
 # Groups that BPE does not merge across: GPT-4's, with digits in groups of one or two as in nanochat.
 PATTERN = (
@@ -24,8 +30,8 @@ SPECIAL_TOKENS = [
 ]
 
 # Messages as nanochat renders them (karpathy/nanochat at 01f5f10, `Tokenizer.render_conversation`), in the form of
-# transformers: a system message goes in front of the first question, and an assistant's turn stays open from a tool call
-# to the end of the message after the tool's result. What the assistant says, calls and ends with lies between the
+# transformers: a system message goes in front of the first question, and an assistant's turn stays open from a tool
+# call to the end of the message after the tool's result. What the assistant says, calls and ends with lies between the
 # generation markers. "<|" in a text is split, so that no text can pass for a special token.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -71,7 +77,9 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, context: int, show_progress: bool = False
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer.
 
     Args:
@@ -94,7 +102,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, context: int) -> 
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=ordinary, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=ordinary, initial_alphabet=alphabet, show_progress=show_progress)
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
     bos = tokenizer.token_to_id("<|bos|>")
@@ -117,3 +125,75 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     # The byte-level alphabet has one character for each byte.
     return [0 if token in special else len(token) for token in tokens]
+
+
+@dataclasses.dataclass(kw_only=True)
+class TokenizerRecipe:
+    """Keys of the recipes for tokenizers."""
+
+    data: str | list
+    output: str
+    vocab_size: int
+    context: int
+    max_characters: int
+    max_document: int
+
+    def __post_init__(self):
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if self.vocab_size < smallest:
+            raise ValueError(f"vocab_size is {self.vocab_size}, allowed is at least {smallest}.")
+        for name in ("context", "max_characters", "max_document"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 1.")
+        for name in ("data", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, allowed is the name of one.")
+
+
+def tokenizer(recipe: TokenizerRecipe, dry_run: bool = False) -> None:
+    """Train a tokenizer and write it to the recipe's output folder, which appears when it is complete.
+
+    Raises:
+        ValueError: a value of the recipe or its data is not allowed, or the folder holds something else.
+    """
+    output = Path(recipe.output).expanduser()
+    limit = f"{recipe.max_characters:,} characters of each of {recipe.data}"
+    print(f"a tokenizer of {recipe.vocab_size:,} entries from at most {limit}, into {output}")
+    if dry_run:
+        return
+    if (output / "tokenizer.json").exists():
+        if recipes.read(output / "recipe.yaml") != dataclasses.asdict(recipe):
+            raise ValueError(f"output: {output} holds the tokenizer of another recipe; give another output=.")
+        print(f"{output} is finished.")
+        return
+    if output.exists():
+        raise ValueError(f"output: {output} is there already and no tokenizer; give another output=.")
+    sample = [text for source in _listed(recipe.data) for text in _sample(source, recipe)]
+    if not sample:
+        raise ValueError(f"data: {recipe.data} has no text.")
+    trained = train_tokenizer(sample, recipe.vocab_size, recipe.context, show_progress=True)
+    part = output.with_name(output.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    trained.save_pretrained(part)
+    recipes.write(part / "recipe.yaml", recipe)
+    part.replace(output)
+    characters = sum(map(len, sample))
+    tokens = sum(map(len, trained(sample[:1000], add_special_tokens=False, verbose=False)["input_ids"]))
+    bytes_per_token = sum(len(text.encode()) for text in sample[:1000]) / tokens
+    print(f"{output}: {len(trained):,} entries from {characters:,} characters, {bytes_per_token:.2f} bytes a token")
+
+
+def _listed(data: str | list[str]) -> list[str]:
+    return [data] if isinstance(data, str) else data
+
+
+def _sample(source: str, recipe: TokenizerRecipe) -> Iterator[str]:
+    left = recipe.max_characters
+    with tqdm(total=left, desc=source, unit="character", unit_scale=True) as progress:
+        for text in sources.documents(source):
+            text = text[: min(recipe.max_document, left)]
+            yield text
+            progress.update(len(text))
+            left -= len(text)
+            if left == 0:
+                return

@@ -1,0 +1,119 @@
+"""Figures of what was measured, as PNG files."""
+
+import math
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow, which is pale on white.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+MARKERS = "osD^vP"
+
+
+def geometry(models: dict[str, list[dict]], path: Path) -> None:
+    """Within-sequence share and components for 99 % of the variance by layer.
+
+    Args:
+        models: name of each model and its layers, as `eval.geometry.measure` gives them.
+        path: the PNG file to write.
+    """
+    figure, (left, right) = _figure(2)
+    for i, (name, layers) in enumerate(models.items()):
+        numbers = [layer["layer"] for layer in layers]
+        for axes, key in ((left, "within_sequence_share"), (right, "components_99")):
+            axes.plot(numbers, [layer[key] for layer in layers], label=name, markersize=5, **_style(i))
+    left.set(title="Variance within sequences", ylabel="share of the tokens' variance", ylim=(0, 1.03))
+    right.set(title="Components for 99 % of a sequence's variance", ylabel="components, mean over sequences")
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.set_xlabel("layer (0: embedding, last: after the final norm)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _save(figure, left, path)
+
+
+def loss(runs: dict[str, list[dict]], path: Path) -> None:
+    """Training loss by step, and held-out bits per byte where they were logged.
+
+    Args:
+        runs: name of each run and the log_history of its trainer_state.json.
+        path: the PNG file to write.
+    """
+    keys = {"loss": "Training loss", "eval_bits_per_byte": "Held-out text"}
+    units = {"loss": "cross-entropy, nats per token", "eval_bits_per_byte": "bits per byte"}
+    logged = [key for key in keys if any(key in entry for log in runs.values() for entry in log)]
+    figure, panels = _figure(max(1, len(logged)))
+    for axes, key in zip(panels, logged, strict=False):
+        for i, (name, log) in enumerate(runs.items()):
+            points = [(entry["step"], entry[key]) for entry in log if key in entry]
+            style = _style(i) if len(points) < 30 else {**_style(i), "marker": ""}
+            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, markersize=4, **style)
+        axes.set(title=keys[key], xlabel="step", ylabel=units[key])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _save(figure, panels[0], path)
+
+
+def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], path: Path) -> None:
+    """Task scores as bars, with one standard error to both sides and a line for chance.
+
+    Args:
+        runs: name of each run, and for each of its tasks (score, standard error or None).
+        chance: for some of the tasks the score of guessing.
+        path: the PNG file to write.
+    """
+    tasks = list(dict.fromkeys(task for run in runs.values() for task in run))
+    names = max(map(len, tasks))  # characters of about 0.08 inches
+    figure, (axes,) = _figure(1, width=max(6, 1 + len(tasks) * max(0.5 + 0.25 * len(runs), 0.2 + 0.08 * names)))
+    width = 0.8 / len(runs)
+    for i, (name, run) in enumerate(runs.items()):
+        known = [(place, *run[task]) for place, task in enumerate(tasks) if task in run]
+        left = [place - 0.4 + width * (i + 0.5) for place, _, _ in known]
+        axes.bar(
+            left,
+            [score for _, score, _ in known],
+            0.9 * width,
+            yerr=[error if error is not None else math.nan for *_, error in known],
+            capsize=3,
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+        )
+    known = [(place, chance[task]) for place, task in enumerate(tasks) if task in chance]
+    if known:
+        places, values = zip(*known, strict=True)
+        ends = [place - 0.45 for place in places], [place + 0.45 for place in places]
+        axes.hlines(values, *ends, colors="black", linestyles="dashed", label="chance")
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set(title="Tasks", ylabel="score, ± one standard error", ylim=(0, 1.03))
+    _save(figure, axes, path)
+
+
+def _figure(panels: int, width: float | None = None) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width or 4.8 * panels + 0.6, 4), dpi=150, layout="constrained")
+    all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in all_axes:
+        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_fontsize(11)
+    return figure, all_axes
+
+
+def _style(i: int) -> dict:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.6}
+
+
+def _save(figure: Figure, axes: Axes, path: Path) -> None:
+    """Put the legend of one panel, which holds for all, below the figure, and write it as a whole or not at all."""
+    handles, labels = axes.get_legend_handles_labels()
+    # Characters of about 0.08 inches behind a sample of the line, in as many columns as there is room for.
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, labels)))))
+    order = sorted(range(len(labels)), key=lambda i: labels[i] == "chance")
+    handles, labels = [handles[i] for i in order], [labels[i] for i in order]
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.22 * (rows - 1))
+    columns = math.ceil(len(labels) / rows)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png")
+    part.replace(path)

@@ -1,0 +1,129 @@
+"""What a run needs: parameters, tokens, FLOPs, memory and hours, known before it starts."""
+
+import time
+
+import torch
+import yaml
+from torch._subclasses import FakeTensorMode
+from transformers import PreTrainedModel
+
+from laplacian_heads.configuration import LaplaceGPTConfig
+from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
+from laplacian_heads.recipes import SHIPPED
+
+H100_FLOPS = 989e12  # dense bf16 (NVIDIA's data sheet)
+UTILISATION = 0.45  # of the peak; nanochat's d20 on eight H100 (its report at 01f5f10) is near it
+
+
+def flops_per_token(config: LaplaceGPTConfig) -> int:
+    """FLOPs of forward and backward for one token, as nanochat counts them (`GPT.estimate_flops` at 01f5f10): six for
+    every parameter but the token embedding's, and twelve for each query component and position in view."""
+    with torch.device("meta"):
+        model = LaplaceGPTForCausalLM(config)
+    counted = model.num_parameters() - config.vocab_size * config.hidden_size
+    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 6 * counted + 12 * attention * config.max_position_embeddings
+
+
+def memory(config: LaplaceGPTConfig, rows: int, bf16: bool, gradient_checkpointing: bool) -> tuple[int, int]:
+    """Bytes a process needs for a step, without parallelism over parameters.
+
+    Args:
+        rows: rows of max_position_embeddings tokens at a time.
+        bf16: whether matrices are multiplied in bfloat16 under autocast.
+
+    Returns:
+        Bytes of weights, gradients and optimizer state in float32; bytes of what the forward pass keeps for the
+        backward pass, counted on a model without data. What else a device holds for a moment comes on top.
+    """
+    with FakeTensorMode():
+        model = LaplaceGPTForCausalLM(config)
+        embeddings = sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight})
+        matrices = model.num_parameters() - embeddings
+        if gradient_checkpointing:
+            # the new name, since transformers 5.24
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.train()
+        kept = _kept_bytes(model, rows, bf16)
+    return matrices * (4 + 4 + 4) + embeddings * (4 + 4 + 8), kept
+
+
+def _kept_bytes(model: PreTrainedModel, rows: int, bf16: bool) -> int:
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage.nbytes(), storage  # the storage too: a freed one's address is used again
+        return tensor
+
+    ids = torch.zeros(rows, model.config.max_position_embeddings, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=bf16):
+        model(ids, labels=ids)
+    return sum(size for size, _ in kept.values())
+
+
+def matmul_flops(bf16: bool) -> float:
+    """FLOPs a second of a matrix product on this machine's device, measured in about a second."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    best = 0.0
+    started = time.perf_counter()
+    while time.perf_counter() - started < 1:
+        before = time.perf_counter()
+        (a @ a)[0, 0].item()  # .item() waits for the device
+        best = max(best, 2 * size**3 / (time.perf_counter() - before))
+    return best
+
+
+def report(recipe, steps: int) -> None:
+    """Print the budget of a stage that trains on from a model, of which only the configuration is needed.
+
+    Raises:
+        ValueError: the model is not there, and no shipped recipe makes it.
+    """
+    config = _config_of(recipe.model)
+    config.max_position_embeddings = recipe.context
+    print(describe(config, steps, recipe.rows_per_step, recipe.batch_size, recipe.bf16, recipe.gradient_checkpointing))
+
+
+def _config_of(model: str) -> LaplaceGPTConfig:
+    """The configuration of a model, or of the one that a shipped recipe will write there."""
+    try:
+        return LaplaceGPTConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        for path in SHIPPED.glob("*.yaml"):
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if values.get("output") == model and "model" in values:
+                return _config_of(values["model"])
+            if values.get("output") == model and "hidden_size" in values:
+                names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "laplacian_heads")
+                return LaplaceGPTConfig(**{name: values[name] for name in names})
+        raise ValueError(f"There is no LaplaceGPT in {model}, on whose size the budget depends.") from error
+
+
+def describe(
+    config: LaplaceGPTConfig, steps: int, rows_per_step: int, rows: int, bf16: bool, gradient_checkpointing: bool
+) -> str:
+    """The budget of a run as a table of text, an upper bound where rows are padded."""
+    with torch.device("meta"):
+        parameters = LaplaceGPTForCausalLM(config).num_parameters()
+    per_step = rows_per_step * config.max_position_embeddings
+    flops = flops_per_token(config)
+    total = flops * steps * per_step
+    states, kept = memory(config, rows, bf16, gradient_checkpointing)
+    here = matmul_flops(bf16)
+    lines = {
+        "parameters": f"{parameters:,}",
+        "tokens": f"{steps * per_step:,}",
+        "steps": f"{steps:,} of {per_step:,} tokens",
+        "FLOPs": f"{total:.2e}, {flops:.6e} a token",
+        "memory": f"{states / 1e9:.2g} GB of weights, gradients and optimizer state, and {kept / 1e9:.2g} GB kept for "
+        f"the backward pass of {rows} rows, in each process",
+        "hours": f"{total / (H100_FLOPS * UTILISATION) / 3600:.2g} H100 hours at {UTILISATION:.0%} of the peak; "
+        f"{total / (here * UTILISATION) / 3600:.2g} hours here, at {UTILISATION:.0%} of {here / 1e12:.2g} TFLOP/s "
+        "measured in matrix products",
+    }
+    return "\n".join(f"{name:<11} {value}" for name, value in lines.items())

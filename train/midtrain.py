@@ -1,0 +1,62 @@
+"""Mid-training: the verb `midtrain`."""
+
+import dataclasses
+
+from laplacian_heads.train import budget
+from laplacian_heads.train.chat import check_mixture, encode, mixture
+from laplacian_heads.train.data import PackedRows, held_out_rows
+from laplacian_heads.train.stage import StageRecipe, is_finished, load_model, load_tokenizer, train
+from laplacian_heads.train.tokenizer import token_bytes
+
+
+@dataclasses.dataclass(kw_only=True)
+class MidtrainRecipe(StageRecipe):
+    """Keys of the recipes for mid-training."""
+
+    model: str
+    data: list
+    held_out: list
+    eval_rows: int
+    tokens: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_mixture("data", self.data)
+        check_mixture("held_out", self.held_out)
+        if self.eval_rows < 1:
+            raise ValueError(f"eval_rows is {self.eval_rows}, allowed is at least 1.")
+        if not self.model:
+            raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
+        if self.steps < 1:
+            raise ValueError(
+                f"tokens is {self.tokens}, allowed is at least one step's, which is rows_per_step times context, "
+                f"{self.rows_per_step * self.context}."
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // (self.rows_per_step * self.context)
+
+
+def midtrain(recipe: MidtrainRecipe, dry_run: bool = False) -> None:
+    """Train a model on conversations, packed into rows, with the loss on every token.
+
+    Raises:
+        ValueError: a value of the recipe or its data is not allowed, or the folder holds another run.
+    """
+    if dry_run:
+        budget.report(recipe, recipe.steps)
+        return
+    if is_finished(recipe):
+        return
+    model = load_model(recipe.model, recipe.context)
+    tokenizer = load_tokenizer(recipe.model, model.config.vocab_size)
+
+    def sequences(entries):
+        # A conversation longer than a row goes on in the next one, so none is cut.
+        return (encode(tokenizer, messages, None)["input_ids"] for messages in mixture(entries, recipe.seed))
+
+    size_of = token_bytes(tokenizer)
+    held_out = held_out_rows(sequences(recipe.held_out), recipe.context, recipe.eval_rows, size_of)
+    rows = PackedRows(lambda: sequences(recipe.data), recipe.context)
+    train("midtrain", recipe, model, tokenizer, rows, held_out, recipe.steps, size_of)
