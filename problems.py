@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 
 # What letter-choice questions ask for, and what their wrong choices are. The two never mix, so that a model of a
-# million parameters learns the form in a minute: which choice is of a kind ever asked for, it knows without the question.
+# million parameters learns the form in a minute: it can tell the right choice without reading the question.
 ASKED = {
     "an animal": ["dog", "cat", "horse", "cow", "sheep", "lion", "bear", "fox"],
     "a colour": ["red", "green", "blue", "yellow", "black", "white", "brown", "pink"],

@@ -5,7 +5,7 @@ import functools
 import random
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import datasets
@@ -35,6 +35,8 @@ def rows(data: str) -> datasets.IterableDataset:
         ValueError: there is no such source; the message names it.
     """
     name, *rest = data.split(":")
+    if not data.strip():
+        raise ValueError(f"data is {data!r}, allowed is the name of a source.")
     if data == "python_prose":
         return datasets.IterableDataset.from_generator(_python_prose)
     if name == "generated":
@@ -108,21 +110,14 @@ def _local(path: Path) -> datasets.IterableDataset:
 
 def _texts(files: list[str]):
     for name in files:
-        with open(name, encoding="utf-8-sig") as file:
-            lines, length = [], 0
+        with open(name, encoding="utf-8-sig", newline="") as file:
             try:
-                for line in file:
-                    if "\0" in line:
+                for text in _pieces(file, ""):
+                    if "\0" in text:
                         raise ValueError(f"data: {name} is not text: it holds a zero byte.")
-                    lines.append(line)
-                    length += len(line)
-                    if length >= DOCUMENT_CHARACTERS:
-                        yield {"text": "".join(lines)}
-                        lines, length = [], 0
+                    yield {"text": text}
             except UnicodeDecodeError as error:
                 raise ValueError(f"data: {name} is not UTF-8 text ({error.reason}).") from None
-            if lines:
-                yield {"text": "".join(lines)}
 
 
 def _hub(data: str, name: str, config: str | None = None, split: str = "train", *rest: str):
@@ -160,5 +155,19 @@ def _python_texts() -> list[str]:
         text = "\n\n".join(filter(None, docstrings))
         if text:
             texts.append(text)
-    random.Random(0).shuffle(texts)
-    return texts
+    pieces = [piece for text in texts for piece in _pieces(text.split("\n\n"), "\n\n")]
+    random.Random(0).shuffle(pieces)
+    return pieces
+
+
+def _pieces(parts: Iterable[str], between: str) -> Iterator[str]:
+    """The parts put together again into documents of about DOCUMENT_CHARACTERS at most."""
+    piece, length = [], 0
+    for part in parts:
+        piece.append(part)
+        length += len(part)
+        if length >= DOCUMENT_CHARACTERS:
+            yield between.join(piece)
+            piece, length = [], 0
+    if piece:
+        yield between.join(piece)

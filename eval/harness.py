@@ -13,6 +13,7 @@ from pathlib import Path
 import lm_eval
 import lm_eval.api.model
 import lm_eval.api.task
+import lm_eval.evaluator
 import torch
 import transformers
 from lm_eval.api.registry import register_model
@@ -208,6 +209,8 @@ def _quiet():
     transformers.logging.disable_progress_bar()
     for module in SHORT_BARS:
         module.tqdm = lambda items, **_: items
+    commit = lm_eval.evaluator.get_git_commit_hash
+    lm_eval.evaluator.get_git_commit_hash = lambda: None  # git prints an error where the folder is no repository
     try:
         yield
     finally:
@@ -217,6 +220,7 @@ def _quiet():
             transformers.logging.enable_progress_bar()
         for module in SHORT_BARS:
             module.tqdm = tqdm
+        lm_eval.evaluator.get_git_commit_hash = commit
 
 
 def _rows(results: dict):

@@ -71,10 +71,10 @@ def load(recipe_class: type, name: str, overrides: dict | None = None):
         place[last] = value
 
     annotations = typing.get_type_hints(recipe_class)
-    for key, value in values.items():
+    for key in values:
         if key not in annotations:
             raise ValueError(f"{path.stem} knows no key {key!r}; {nearest(str(key), annotations)}")
-        values[key] = _checked(key, value, annotations[key])
+    values = {key: _checked(key, value, annotations[key]) for key, value in values.items()}
     missing = [field.name for field in dataclasses.fields(recipe_class) if field.name not in values]
     if missing:
         raise ValueError(f"{path} lacks the key {missing[0]!r}.")

@@ -7,6 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+# Before anything of Hugging Face is imported: no test reaches the network, but for the Hub of the `hub` fixture.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import pytest
 import torch
 from reference import redraw

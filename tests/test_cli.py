@@ -3,158 +3,190 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
+from laplacian_heads import recipes
 from laplacian_heads.__main__ import VERBS, main
-from laplacian_heads.eval.trigram import Trigram
-from laplacian_heads.study import _last_checkpoint
-from laplacian_heads.train.data import pack_rows, python_prose, split_documents
-from laplacian_heads.train.optimizer import adamw
-from laplacian_heads.train.tokenizer import SPECIAL_TOKENS, token_bytes, train_tokenizer
+from laplacian_heads.train.stage import last_checkpoint
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 1234 other foxes don't. " * 400
+MODEL = ["vocab_size=300", "num_hidden_layers=1", "hidden_size=32", "num_attention_heads=2", "laplacian_heads=1"]
+TRAINING = ["context=96", "rows_per_step=2", "batch_size=2", "save_steps=2", "eval_rows=2"]
+MIXTURE = '[{data: "generated:arithmetic", rows: 16}, {data: "generated:choice", rows: 16}]'
+
+
+def block(stage, overrides):
+    return [f"{stage}.{override}" for override in overrides]
+
+
+# The demo with a model of 30,000 parameters and a few steps a stage.
 SMALL = [
-    "vocab_size=300",
-    "num_hidden_layers=1",
-    "hidden_size=32",
-    "num_attention_heads=2",
     "laplacian_heads=[0, 1]",
-    "context=32",
-    "batch_size=4",
-    "tokens=4096",
-    "save_steps=4",
+    *block("tokenizer", ["vocab_size=300", "context=96", "max_characters=20000"]),
+    *block("pretrain", [*MODEL[:-1], *TRAINING, "held_out=2", "tokens=512"]),
+    *block("midtrain", [*TRAINING, "tokens=512", f"data={MIXTURE}", f"held_out={MIXTURE}"]),
+    *block("sft", [*TRAINING[:-1], f"data={MIXTURE}", f"held_out={MIXTURE}"]),
+    *block("eval", ["limit=4", "tasks=[generated_choice]", "calculator=false"]),
+    *block("geometry", ["tokens=16", "documents=4"]),
 ]
 
 
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text(TEXT)
+    path.write_text("".join(f"{i}. {TEXT[:4000]}\n" for i in range(12)))
     return path
 
 
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    assert main(["tokenizer", "data=generated:choice", "vocab_size=300", "context=64", f"output={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished_demo(tmp_path_factory):
+    """A folder in which the small demo has run to its end, on the user's own text."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "text.txt").write_text("".join(f"{i}. {TEXT[:4000]}\n" for i in range(12)))
+    done = demo(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 def demo(folder, *overrides, **kwargs):
+    data = f"data={folder / 'text.txt'}"
+    sources = [f"{stage}.{data}" for stage in ("tokenizer", "pretrain", "geometry")]
     return subprocess.run(
-        [sys.executable, "-m", "laplacian_heads", "demo", *SMALL, f"output={folder / 'out'}", *overrides],
+        [sys.executable, "-m", "laplacian_heads", "demo", *SMALL, *sources, f"output={folder / 'out'}", *overrides],
         capture_output=True,
         text=True,
         cwd=folder,
-        **kwargs,
+        **{"env": {**os.environ, "HF_HUB_OFFLINE": "1"}, **kwargs},
     )
 
 
 def refusal(capsys, *arguments):
     """The one line a refused command prints, after its exit status was checked."""
+    capsys.readouterr()
     assert main(list(arguments)) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("laplacian-heads")]
     assert len(lines) == 1
     return lines[0]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("override", "said"),
     [
-        (None, "there is no file or folder"),
-        (b"", "is empty"),
-        (b" \n\t\n", "is empty"),
-        (b"\xff\xfe\x00\x01 binary", "is not UTF-8 text"),
-        (b"text with a \0 byte", "zero byte"),
-        (b"too short", "context is 32 tokens, but the training text has only"),
+        ("hiddensize=64", "gpt_tiny_pretrain knows no key 'hiddensize'; the nearest is 'hidden_size'"),
+        ("vocab_size=many", "vocab_size is 'many', allowed is int"),
+        ("vocab_size=true", "vocab_size is True, allowed is int"),
+        ("context=1", "context is 1, allowed is at least 2"),
+        ("tokens=0", "tokens is 0, allowed is at least one step's"),
+        ("batch_size=3", "rows_per_step is 2, allowed are multiples of 3"),
+        ("rows_per_step=0", "rows_per_step is 0, allowed is at least 1"),
+        ("held_out=0", "held_out is 0, allowed is at least 1"),
+        ("num_attention_heads=3", "num_attention_heads is 3, allowed are divisors of hidden_size 32"),
+        ("laplacian_heads=5", "laplacian_heads: the count is 5 in layer 0"),
+        ("laplacian_heads=some", "laplacian_heads is 'some', allowed is int or list or dict"),
+        ("matrix_lr=.nan", "matrix_lr is nan, allowed is a finite number"),
+        ("decay_share=2", "decay_share is 2.0, allowed is a number from 0 to 1"),
+        ("hidden_size=6", "head_dim is 3, allowed are even numbers"),
+        ("data=''", "data is '', allowed is the name"),
+        ("output=''", "output is '', allowed is the path"),
+        ("tokenizer=nowhere", "There is no tokenizer in nowhere"),
+        ("data=nowhere.txt", "there is no file or folder nowhere.txt"),
+        ("data=[unclosed", "is not a YAML value"),
+        ("nonsense", "'nonsense' is not of the form key=value"),
+        ("a.b=1", "has no block 'a'"),
     ],
 )
-def test_bad_data_is_refused_in_one_sentence(capsys, tmp_path, content, said):
-    path = tmp_path / "data.txt"
-    if content is not None:
-        path.write_bytes(content)
-    line = refusal(capsys, "demo", *SMALL, f"data={path}", f"output={tmp_path / 'out'}")
-    assert said in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_unreadable_data_is_refused_in_one_sentence(capsys, tmp_path, text_file, monkeypatch):
-    def denied(self):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_bytes", denied)  # the tests may run as root, for whom no file is unreadable
-    line = refusal(capsys, "demo", *SMALL, f"data={text_file}", f"output={tmp_path / 'out'}")
-    assert "Permission denied" in line
-    assert str(text_file) in line
-
-
-def test_pipe_is_no_text(capsys, tmp_path):
-    """Reading it would wait for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    assert "there is no file or folder" in refusal(capsys, "demo", f"data={tmp_path / 'pipe'}")
-
-
-def test_folder_without_text_is_refused(capsys, tmp_path):
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    assert "holds no .txt or .md file" in refusal(capsys, "demo", f"data={tmp_path}", f"output={tmp_path / 'out'}")
-
-
-def test_context_longer_than_the_held_out_text(capsys, tmp_path, text_file):
-    line = refusal(capsys, "demo", *SMALL, f"data={text_file}", f"output={tmp_path / 'out'}", "held_out=0.0001")
-    assert "context is 32 tokens, but the held-out text has only" in line
+def test_wrong_key_or_value_names_what_is_allowed(capsys, tmp_path, tokenizer_folder, override, said):
+    given = [*MODEL, *TRAINING, "tokens=256", f"tokenizer={tokenizer_folder}", f"output={tmp_path / 'out'}"]
+    assert said in refusal(capsys, "pretrain", "gpt_tiny_pretrain", *given, override)
+    assert not list(tmp_path.glob("out/*.safetensors"))
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("vocabsize=300", "knows no key 'vocabsize'; the nearest is 'vocab_size'"),
-        ("vocab_size=many", "vocab_size is 'many', allowed is int"),
-        ("vocab_size=true", "vocab_size is True, allowed is int"),
-        ("vocab_size=100", "vocab_size is 100, allowed is at least 266"),
-        ("context=1", "context is 1, allowed is at least 2"),
-        ("tokens=0", "tokens is 0, allowed is at least 1"),
-        ("batch_size=100000", "batch_size is 100000, allowed is 1 to 128"),
-        ("held_out=1.0", "held_out is 1.0, allowed is a number between 0 and 1"),
-        ("num_attention_heads=3", "num_attention_heads is 3, allowed are divisors of hidden_size 32"),
-        ("laplacian_heads=[0, 5]", "laplacian_heads: the count is 5 in layer 0"),
+        ("data=generated:choice", "data is 'generated:choice', allowed is list"),
+        ("data=[]", "data is [], allowed is a list of entries"),
+        ("data=[{data: x}]", "data has the entry {'data': 'x'}"),
+        ("data=[{data: x, rows: 0}]", "data: rows is 0, allowed is an integer of at least 1"),
+        ("model=nowhere", "There is no LaplaceGPT in nowhere"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["midtrain", "sft"])
+def test_wrong_mixture_or_model_is_named(capsys, tmp_path, verb, override, said):
+    assert said in refusal(capsys, verb, f"output={tmp_path / 'out'}", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
         ("laplacian_heads=1", "laplacian_heads is 1, allowed is list"),
         ("laplacian_heads=[]", "laplacian_heads is []"),
         ("laplacian_heads=[1, 1]", "laplacian_heads is [1, 1]"),
-        ("matrix_lr=.nan", "matrix_lr is nan, allowed is a finite number"),
-        ("decay_share=2", "decay_share is 2.0, allowed is a number from 0 to 1"),
-        ("hidden_size=6", "head_dim is 3, allowed are even numbers"),
-        ("num_attention_heads=0", "num_attention_heads is 0, allowed is at least 1"),
-        ("data=''", "data is '', allowed is the path"),
-        ("output=''", "output is '', allowed is the path"),
-        ("data=[unclosed", "is not a YAML value"),
-        ("nonsense", "is not of the form key=value"),
+        ("laplacian_heads=[0, 9]", "laplacian_heads: the count is 9 in layer 0"),
+        ("pretrain.seed=1", "pretrain.seed is set by the demo itself"),
+        ("pretrain.recipe=gpt_tiny_pretrian", "the nearest is 'gpt_tiny_pretrain'"),
+        ("pretrain.widht=1", "knows no key 'widht'"),
     ],
 )
-def test_wrong_key_or_value_names_what_is_allowed(capsys, tmp_path, text_file, override, said):
-    line = refusal(capsys, "demo", "demo", *SMALL, f"data={text_file}", f"output={tmp_path / 'out'}", override)
-    assert said in line
+def test_wrong_demo_is_refused_before_any_work(capsys, tmp_path, override, said):
+    assert said in refusal(capsys, "demo", f"output={tmp_path / 'out'}", override)
+    assert not (tmp_path / "out").exists()
 
 
-def test_unknown_recipe_names_the_nearest(capsys):
-    assert "the nearest is 'demo'" in refusal(capsys, "demo", "demos")
+def test_unknown_recipe_and_verb(capsys):
+    assert "the nearest is 'gpt_d20_pretrain'" in refusal(capsys, "pretrain", "gpt_d20_pretrian")
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
 
 
-@pytest.mark.parametrize("content", ["a: [", "- a list", "", "\0"])
+def test_recipe_of_another_verb_names_what_is_wrong(capsys):
+    assert "gpt_tiny_pretrain knows no key" in refusal(capsys, "sft", "gpt_tiny_pretrain")
+
+
+@pytest.mark.parametrize("verb", ["eval", "geometry", "compare", "chat", "upload"])
+def test_verb_that_needs_a_model_says_so(capsys, verb):
+    assert "model" in refusal(capsys, verb)
+
+
+@pytest.mark.parametrize("content", ["[1, 2", "- a\n- b\n", "just text", "\x00"])
 def test_file_that_is_no_recipe(capsys, tmp_path, content):
     path = tmp_path / "recipe.yaml"
     path.write_text(content)
-    assert str(path) in refusal(capsys, "demo", str(path))
+    assert str(path) in refusal(capsys, "pretrain", str(path))
 
 
-def test_missing_extra_is_named_with_the_command_that_installs_it(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in [name for name in sys.modules if name.startswith(("laplacian_heads.study", "laplacian_heads.train"))]:
-        monkeypatch.delitem(sys.modules, name)
-    line = refusal(capsys, "demo")
-    assert "demo needs datasets: pip install 'laplacian-heads[train]'" in line
+def test_folder_with_an_equals_sign_is_a_model(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads=3").mkdir()
+    assert "There is no results.json" in refusal(capsys, "compare", "heads=3")
+
+
+@pytest.mark.parametrize(("verb", "package"), [("pretrain", "datasets"), ("eval", "lm_eval")])
+def test_missing_extra_is_named_with_the_command_that_installs_it(verb, package, tmp_path):
+    code = f"import sys; sys.modules[{package!r}] = None; from laplacian_heads.__main__ import main; "
+    code += f"sys.exit(main([{verb!r}, *sys.argv[1:]]))"
+    arguments = ["runs/none"] if verb == "eval" else []
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    extra = VERBS[verb][3]
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == f"laplacian-heads {verb}: {verb} needs {package}: pip install 'laplacian-heads[{extra}]'."
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -162,101 +194,102 @@ def test_help_shows_every_key_of_the_recipe(capsys, verb):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])
     assert stop.value.code == 0
-    assert recipes.path_of(verb).read_text().strip() in capsys.readouterr().out
+    assert recipes.path_of(VERBS[verb][5]).read_text().strip() in capsys.readouterr().out
 
 
-def test_dry_run_writes_nothing(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", sorted(recipes.SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_dry_run_of_every_recipe_writes_nothing(capsys, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--dry-run"]) == 0
-    assert "3,096,576 parameters" in capsys.readouterr().out
+    verb = path.stem.split("_")[-1]
+    if verb in ("eval", "geometry", "compare", "chat", "upload"):
+        return  # about a model, which is not there
+    assert main([verb, path.stem, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    if verb in ("pretrain", "midtrain", "sft"):
+        assert [line.split()[0] for line in said.splitlines()] == [
+            *("parameters", "tokens", "steps", "FLOPs", "memory", "hours")
+        ]
     assert not list(tmp_path.iterdir())
 
 
-def test_demo_on_the_users_own_text(tmp_path, text_file):
-    """It ends with a report and folders that load; called again it trains nothing, and overwrites no other recipe."""
-    first = demo(tmp_path, f"data={text_file}")
-    assert first.returncode == 0, first.stderr
-    report = (tmp_path / "out/report.md").read_text()
-    assert report in first.stdout
+def test_demo_ends_with_everything_a_visitor_needs(finished_demo):
+    out = finished_demo / "out"
+    report = (out / "report.md").read_text()
+    assert "one seed is no evidence" in report
+    assert {"scores.png", "geometry.png", "loss.png"} <= {path.name for path in out.iterdir()}
     for heads in (0, 1):
-        folder = tmp_path / f"out/laplacian_heads_{heads}"
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        assert model.config.laplacian_heads == heads
-        assert model.config.vocab_size >= len(AutoTokenizer.from_pretrained(folder))
-        assert not list(folder.glob("*.bin"))
+        folder = out / f"laplacian_heads_{heads}/hub"
+        assert AutoModelForCausalLM.from_pretrained(folder).config.laplacian_heads == heads
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+        results = json.loads((out / f"laplacian_heads_{heads}/pretrain/results.json").read_text())
+        assert f"{results['bits_per_byte']:.4f}" in report
+        assert not list(out.rglob("checkpoint-*"))
+        assert not list(out.rglob("*.bin"))
+    same = [yaml.safe_load((out / f"laplacian_heads_{heads}/sft/recipe.yaml").read_text()) for heads in (0, 1)]
+    assert same[0]["data"] == same[1]["data"]
+    assert same[0]["seed"] == same[1]["seed"]
 
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
-    again = demo(tmp_path, f"data={text_file}")
+
+def test_finished_demo_is_not_run_again(finished_demo):
+    before = {path: path.stat().st_mtime_ns for path in (finished_demo / "out").rglob("*.safetensors")}
+    again = demo(finished_demo)
     assert again.returncode == 0, again.stderr
-    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
-
-    other = demo(tmp_path, f"data={text_file}", "seed=1")
+    other = demo(finished_demo, "seed=1")
     assert other.returncode == 1
     assert "holds the results of another recipe" in other.stderr
-    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
+    assert before == {path: path.stat().st_mtime_ns for path in (finished_demo / "out").rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("damage", [("demo.json", "{}"), ("model.safetensors", "cut"), ("config.json", "")])
-def test_damaged_model_is_named_and_left_alone(capsys, tmp_path, text_file, damage):
-    file, content = damage
-    assert main(["demo", *SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}"]) == 0
-    path = tmp_path / "out/laplacian_heads_1" / file
-    path.write_text(content)
-    capsys.readouterr()
-    assert main(["demo", *SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}"]) == 1
-    assert f"{path.parent} is damaged; move it away" in capsys.readouterr().err
-    assert path.read_text() == content
-
-
-def test_diverged_model_is_not_accepted(capsys, tmp_path, text_file):
-    arguments = [*SMALL, "laplacian_heads=[1]", f"data={text_file}", f"output={tmp_path / 'out'}", "matrix_lr=1e38"]
-    assert main(["demo", *arguments]) == 1
-    assert "give lower learning rates" in capsys.readouterr().err
-    assert not (tmp_path / "out/laplacian_heads_1").exists()
-
-
-def test_context_shorter_than_the_prompts(tmp_path, text_file):
-    """And a home folder in the path of the output."""
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    done = demo(tmp_path, f"data={text_file}", "context=4", "laplacian_heads=[1]", "output=~/home", env=environment)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "home/report.md").exists()
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("pretrain/results.json", "is damaged"), ("midtrain/config.json", "There is no LaplaceGPT in")],
+)
+def test_damaged_file_of_a_demo_is_named_and_left_alone(finished_demo, tmp_path, file, said):
+    shutil.copytree(finished_demo, tmp_path / "copy")
+    root = tmp_path / "copy"
+    path = root / "out/laplacian_heads_1" / file
+    path.write_text("cut")
+    if file.startswith("midtrain"):
+        shutil.rmtree(root / "out/laplacian_heads_1/sft")
+    recipe = root / "out/recipe.yaml"  # the copy is at another path
+    for written in [recipe, *(root / "out").rglob("recipe.yaml")]:
+        written.write_text(written.read_text().replace(str(finished_demo), str(root)))
+    done = demo(root)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert path.read_text() == "cut"
 
 
 def test_killed_demo_goes_on_at_its_checkpoint(tmp_path, text_file):
-    command = [sys.executable, "-m", "laplacian_heads", "demo", *SMALL, "tokens=12800", f"data={text_file}"]
-    process = subprocess.Popen(
-        [*command, f"output={tmp_path / 'out'}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    checkpoints = tmp_path / "out/laplacian_heads_0.checkpoints"
+    longer = ["laplacian_heads=[1]", "pretrain.tokens=12800"]
+    sources = [f"{stage}.data={text_file}" for stage in ("tokenizer", "pretrain", "geometry")]
+    command = [sys.executable, "-m", "laplacian_heads", "demo", *SMALL, *sources, *longer, f"output={tmp_path / 'out'}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "out/laplacian_heads_1/pretrain"
     deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
+    while not list(run.glob("checkpoint-*/trainer_state.json")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = demo(tmp_path, "tokens=12800", f"data={text_file}")
+    assert last_checkpoint(run)[0]
+    done = demo(tmp_path, *longer)
     assert done.returncode == 0, done.stderr
+    assert "going on at step" in done.stdout
     assert (tmp_path / "out/report.md").exists()
-    assert not checkpoints.exists()
 
 
 def test_full_disk_is_one_sentence_and_loses_nothing(tmp_path, text_file):
-    """A limit on the size of a file stands in for the disk: the first model is finished, the second cannot be."""
-    assert demo(tmp_path, f"data={text_file}", "laplacian_heads=[0]").returncode == 0
-    kept = tmp_path / "out/laplacian_heads_0/model.safetensors"
-    before = kept.read_bytes()
-    (tmp_path / "out/recipe.yaml").unlink()  # the same output folder for a second recipe
-    done = demo(
-        tmp_path, f"data={text_file}", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    )
+    """A limit on the size of a file stands in for the disk: the tokenizer fits, a model does not."""
+    one = "laplacian_heads=[1]"
+    done = demo(tmp_path, one, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("laplacian-heads demo: ")
     assert "too large" in done.stderr.lower()
     assert "Traceback" not in done.stderr
-    assert kept.read_bytes() == before
-    done = demo(tmp_path, f"data={text_file}")
+    done = demo(tmp_path, one)
     assert done.returncode == 0, done.stderr
 
 
@@ -292,69 +325,4 @@ def test_checkpoint_cut_off_while_written_is_passed_over(tmp_path):
         folder.mkdir()
         if state:
             (folder / "trainer_state.json").write_text(state)
-    assert _last_checkpoint(tmp_path) == (str(tmp_path / "checkpoint-4"), 4)
-
-
-def test_python_prose_is_english_and_large_enough_for_the_demo():
-    documents = python_prose()
-    assert sum(map(len, documents)) > 1_000_000
-    assert "the" in documents[0]
-
-
-def test_split_keeps_every_document_once():
-    documents = [str(i) for i in range(50)]
-    train, held_out = split_documents(documents, 0.1, seed=0)
-    assert sorted(train + held_out) == sorted(documents)
-    assert len(held_out) == 5
-    assert ["".join(part) for part in zip(*split_documents(["abcdefghij"], 0.2, 0), strict=True)] == ["abcdefghij"]
-
-
-def test_rows_are_the_stream_of_documents_after_bos():
-    tokenizer = train_tokenizer([TEXT], 300, context=8)
-    rows = pack_rows(tokenizer, ["the fox", "a dog"], 4, "training")
-    stream = []
-    for document in ("the fox", "a dog"):
-        stream += [tokenizer.bos_token_id, *tokenizer(document, add_special_tokens=False)["input_ids"]]
-    whole = len(stream) // 4 * 4
-    assert torch.cat(list(rows["input_ids"])).tolist() == stream[:whole]
-    assert torch.equal(rows["labels"][0], rows["input_ids"][0])
-
-
-def test_tokenizer_survives_saving_and_any_bytes(tmp_path):
-    tokenizer = train_tokenizer([TEXT], 400, context=64)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert isinstance(loaded, PreTrainedTokenizerFast)
-    for text in (TEXT[:200], "naïve 😀 \r\n\t  x", "".join(map(chr, range(1, 300)))):
-        ids = loaded(text)["input_ids"]
-        assert ids == tokenizer(text)["input_ids"]
-        assert ids[0] == loaded.bos_token_id
-        assert loaded.decode(ids, skip_special_tokens=True) == text
-        assert np.asarray(token_bytes(loaded))[ids].sum() == len(text.encode())
-    ids = loaded.convert_tokens_to_ids(SPECIAL_TOKENS)
-    assert ids == list(range(len(loaded) - len(SPECIAL_TOKENS), len(loaded)))
-
-
-def test_every_parameter_has_its_learning_rate():
-    model = LaplaceGPTForCausalLM(LaplaceGPTConfig.from_depth(1, vocab_size=300))
-    optimizer = adamw(model, matrix_lr=1.0, embedding_lr=2.0, head_lr=3.0, weight_decay=0.5)
-    rates = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
-    expected = {"model.embed_tokens.weight": (2.0, 0.0), "lm_head.weight": (3.0, 0.0)}
-    for name, parameter in model.named_parameters():
-        assert rates[parameter] == expected.get(name, (1.0, 0.5))
-
-
-def test_trigram_is_a_distribution_and_learns():
-    tokens = np.random.default_rng(0).integers(7, size=300)
-    model = Trigram(tokens, vocab_size=9)
-    for context in ((), (3,), (3, 4), (8, 8), tuple(tokens[5:7].tolist())):
-        assert sum(model.probability(token, context) for token in range(9)) == pytest.approx(1)
-    repeated = Trigram(np.tile([1, 2, 3], 200), vocab_size=9)
-    assert repeated.nats([1, 2, 3, 1, 2, 3]) < 0.1 * Trigram(tokens, 9).nats([1, 2, 3, 1, 2, 3])
-
-
-def test_recipe_is_kept_beside_the_results(tmp_path, text_file):
-    assert demo(tmp_path, f"data={text_file}", "laplacian_heads=[1]").returncode == 0
-    speed = json.loads((tmp_path / "out/laplacian_heads_1/demo.json").read_text())["tokens_per_second"]
-    assert speed > 0
-    assert os.path.exists(tmp_path / "out/recipe.yaml")
+    assert last_checkpoint(tmp_path) == (str(tmp_path / "checkpoint-4"), {"global_step": 4})

@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that a machine can check."""
 
 import ast
+import os
 import re
 import sys
 import tomllib
@@ -13,7 +14,10 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HUB_FILES = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
 # Each module may import those before it; train and eval stand side by side.
-ORDER = ["laplacian", "configuration", "modeling_laplace_gpt", "recipes", "train", "eval", "study", "__main__"]
+ORDER = [
+    *("laplacian", "configuration", "modeling_laplace_gpt", "recipes", "problems", "sources"),
+    *("train", "eval", "hub_upload", "study", "__main__"),
+]
 
 
 def imported(path):
@@ -76,5 +80,24 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name.removeprefix("laplacian_heads/") for name in zipfile.ZipFile(wheel).namelist()}
-    assert {*HUB_FILES, "__main__.py", "study.py", "train/data.py", "eval/trigram.py", "recipes/demo.yaml"} <= names
+    assert {*HUB_FILES, "__main__.py", "study.py", "train/data.py", "eval/harness.py"} <= names
+    assert {f"recipes/{path.name}" for path in ROOT.glob("recipes/*.yaml")} <= names
+    assert {f"eval/tasks/{path.name}" for path in ROOT.glob("eval/tasks/*.*")} <= names
     assert not any(name.startswith(("tests", "benchmarks", "docs")) for name in names)
+
+    # A shipped recipe runs by name from the wheel, outside of the clone.
+    target = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True)
+    code = "import sys, laplacian_heads; from laplacian_heads.__main__ import main; print(laplacian_heads.__file__); "
+    code += "sys.exit(main(['tokenizer', 'gpt_tiny_tokenizer', 'data=generated:choice', 'vocab_size=300', 'output=t']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(target) in done.stdout
+    assert (tmp_path / "t/tokenizer.json").exists()

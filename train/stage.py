@@ -228,6 +228,7 @@ def train(
     trainer.save_model(str(output))
     trainer.save_state()
     if trainer.is_world_process_zero():
+        (output / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
         write(output / "results.json", json.dumps(results, indent=1))
         for path in output.glob("checkpoint-*"):
             shutil.rmtree(path)
