@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -320,6 +321,5 @@ def _card(folder: Path, repo: str, model) -> ModelCard:
 
 
 if __name__ == "__main__":
-    from laplacian_heads.__main__ import main
-
-    sys.exit(main(["upload", *sys.argv[1:]]))
+    sys.argv.insert(1, "upload")
+    runpy.run_module("laplacian_heads", run_name="__main__")

@@ -10,6 +10,7 @@ from laplacian_heads import recipes
 from laplacian_heads.eval import compare
 from laplacian_heads.eval.geometry import GeometryRecipe, geometry
 from laplacian_heads.eval.harness import EvalRecipe, evaluate
+from laplacian_heads.files import write
 from laplacian_heads.hub_upload import UploadRecipe, upload
 from laplacian_heads.train.midtrain import MidtrainRecipe, midtrain
 from laplacian_heads.train.pretrain import PretrainRecipe, pretrain
@@ -81,7 +82,7 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
     rows = compare.rows(runs)
     compare.plot(rows, output)
     report = _report(recipe, rows, folders)
-    compare.write(output / "report.md", report)
+    write(output / "report.md", report)
     print(f"\n== done in {(time.perf_counter() - started) / 60:.1f} minutes\n\n{report}")
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TextStreamer, set_seed
 
 from laplacian_heads.eval.calculator import Calculator
+from laplacian_heads.files import check_model
 
 CALL = re.compile(r"<\|python_start\|>(.*?)<\|python_end\|>(?:<\|output_start\|>(.*?)<\|output_end\|>)?", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
@@ -55,6 +56,7 @@ def chat(recipe: ChatRecipe, dry_run: bool = False) -> None:
         ValueError: the model has no chat template, or a context that the longest answer fills.
         OSError: the model cannot be read.
     """
+    check_model(recipe.model)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
     if tokenizer.chat_template is None:
         raise ValueError(

@@ -5,7 +5,8 @@ import json
 import math
 from pathlib import Path
 
-from laplacian_heads.eval.geometry import results_folder, write
+from laplacian_heads.eval.geometry import results_folder
+from laplacian_heads.files import write
 
 RESULTS = ("results.json", "eval.json", "geometry.json")
 

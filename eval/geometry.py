@@ -6,7 +6,6 @@ principal components that hold 99 % of the variance.
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from laplacian_heads import sources
+from laplacian_heads.files import check_model, write
 
 # A variance this small beside the mean square is rounding.
 ROUNDING = torch.finfo(torch.float64).eps
@@ -169,6 +169,7 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         OSError: a model cannot be read, or a file not written.
     """
     for model in recipe.models:
+        check_model(model)
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=recipe.trust_remote_code)
         except (OSError, ValueError) as error:  # of which not all name the model
@@ -196,7 +197,7 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         folder = results_folder(name, recipe.output)
         folder.mkdir(parents=True, exist_ok=True)
         result = {"layers": layers, "data": recipe.data, "sequences": len(ids), "tokens": recipe.tokens}
-        write(folder / "geometry.json", json.dumps(result, indent=1))
+        write(folder / "geometry.json", result)
         plots.geometry({name: layers}, folder / "geometry.png")
         print(f"\n{name}: {len(ids)} sequences of {recipe.tokens} tokens\n")
         print("layer  within-sequence share  components for 99 %: of a sequence  of all tokens")
@@ -213,10 +214,3 @@ def results_folder(model: str, output: str | None = None) -> Path:
         return Path(output).expanduser()
     folder = Path(model).expanduser()
     return folder if folder.is_dir() else Path("runs", "eval", model.replace("/", "--"))
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

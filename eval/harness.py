@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import math
 import numbers
@@ -25,6 +24,7 @@ from transformers import AutoTokenizer, LogitsProcessorList
 
 from laplacian_heads import recipes
 from laplacian_heads.eval.calculator import Calculator
+from laplacian_heads.files import check_model, write
 
 TASKS = Path(__file__).parent / "tasks"
 # Where lm-eval shows a bar for building prompts and one for tokenizing them, without a switch.
@@ -130,6 +130,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
             for, or a prompt that does not fit into the model's context.
         OSError: the model or the data of a task cannot be read.
     """
+    check_model(recipe.model)
     manager = _task_manager(recipe.tasks)
     target = recipe.folder / "eval.json"
     limit = "all items" if recipe.limit is None else f"the first {recipe.limit} items"
@@ -181,9 +182,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
         "config": dataclasses.asdict(recipe),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_suffix(".json.part")
-    beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, target)
+    write(target, summary)
 
 
 def _task_manager(names: list) -> TaskManager:

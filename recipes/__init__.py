@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from laplacian_heads import files
+
 SHIPPED = Path(__file__).parent
 
 
@@ -97,9 +99,7 @@ def _checked(key, value, annotation):
 
 def write(path: Path, recipe) -> None:
     """Write a recipe beside its results, as a whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False), encoding="utf-8")
-    temporary.replace(path)
+    files.write(path, yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False))
 
 
 def read(path: Path) -> dict | None:

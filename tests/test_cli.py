@@ -164,6 +164,24 @@ def test_verb_that_needs_a_model_says_so(capsys, verb):
     assert "model" in refusal(capsys, verb)
 
 
+@pytest.mark.parametrize(
+    ("verb", "key"),
+    [
+        ("eval", ""),
+        ("geometry", ""),
+        ("chat", ""),
+        ("midtrain", "model="),
+        ("sft", "model="),
+        ("pretrain", "tokenizer="),
+    ],
+)
+@pytest.mark.parametrize("name", ["./nowhere", "runs/a/b", "runs/a"])
+def test_missing_folder_is_not_looked_for_on_the_hub(capsys, tmp_path, monkeypatch, verb, key, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert f"There is no folder {name}." in refusal(capsys, verb, key + name)
+
+
 @pytest.mark.parametrize("content", ["[1, 2", "- a\n- b\n", "just text", "\x00"])
 def test_file_that_is_no_recipe(capsys, tmp_path, content):
     path = tmp_path / "recipe.yaml"

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
 from laplacian_heads import recipes
+from laplacian_heads.files import check_model, write
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train.callbacks import MomentumWarmupCallback
 from laplacian_heads.train.optimizer import MuonAdamW
@@ -130,13 +131,6 @@ def claim(output: Path, recipe) -> None:
     recipes.write(path, recipe)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def train(
     stage: str,
     recipe: StageRecipe,
@@ -229,7 +223,7 @@ def train(
     trainer.save_state()
     if trainer.is_world_process_zero():
         (output / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
-        write(output / "results.json", json.dumps(results, indent=1))
+        write(output / "results.json", results)
         for path in output.glob("checkpoint-*"):
             shutil.rmtree(path)
         figure = f"held-out loss {results['loss']:.4f} nats per target"
@@ -256,6 +250,7 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     Raises:
         ValueError: none is there, it has more entries than the model, no BOS token, or no chat template.
     """
+    check_model(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -274,6 +269,7 @@ def load_model(name: str, context: int) -> PreTrainedModel:
     Raises:
         ValueError: none is there, or its context is shorter.
     """
+    check_model(name)
     try:
         model = LaplaceGPTForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:

@@ -1,0 +1,23 @@
+"""Files: written so that a kill or a full disk loses nothing that was there, and missing ones named."""
+
+import json
+from pathlib import Path
+
+
+def write(path: Path, content: str | dict) -> None:
+    """Write a text, or a dict as JSON, as a whole or not at all."""
+    if isinstance(content, dict):
+        content = json.dumps(content, indent=1) + "\n"
+    part = path.with_name(path.name + ".part")
+    part.write_text(content, encoding="utf-8")
+    part.replace(path)
+
+
+def check_model(model: str) -> None:
+    """Raise ValueError for what is no folder and looks like one, before it is looked for on the Hub."""
+    path = Path(model)
+    looks_local = path.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1
+    if path.parent != Path("."):
+        looks_local |= path.parent.is_dir()
+    if looks_local and not path.is_dir():
+        raise ValueError(f"There is no folder {model}.")
