@@ -160,7 +160,7 @@ def test_output_takes_the_results_of_a_model(run, tmp_path):
         ({"models": None}, "models is None, allowed is a list"),
         ({"output": ""}, "output is ''"),
         ({"data": ""}, "data is ''"),
-        ({"models": ["no/such/folder"]}, "no/such/folder cannot be read"),
+        ({"models": ["no/such/folder"]}, "There is no folder no/such/folder"),
         ({"models": ["a", "b"], "output": "c"}, "output is 'c' for 2 models"),
     ],
 )
