@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+from transformers import set_seed
+
 from laplacian_heads import sources
 from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
@@ -83,6 +85,7 @@ def pretrain(recipe: PretrainRecipe, dry_run: bool = False) -> None:
 
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     special["eos_token_id"] = [special["eos_token_id"], special["bos_token_id"]]  # another document begins
+    set_seed(recipe.seed)
     model = LaplaceGPTForCausalLM(recipe.config(**special))
     rows = PackedRows(sequences, recipe.context)
     train("pretrain", recipe, model, tokenizer, rows, held_out, recipe.steps, size_of)

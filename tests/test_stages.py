@@ -1,0 +1,237 @@
+"""The stages of training: optimizer, schedule, exact measurement, resuming, and what a run needs."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
+from laplacian_heads.__main__ import main
+from laplacian_heads.train import budget, stage
+from laplacian_heads.train.callbacks import MomentumWarmupCallback
+from laplacian_heads.train.optimizer import MuonAdamW
+from laplacian_heads.train.sft import SFTRecipe, sft
+
+SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEPS = 6
+COMMON = ["context=96", "rows_per_step=4", "batch_size=2", "save_steps=2", "logging_steps=1", "momentum_warmup_steps=4"]
+MIXTURE = '[{data: "generated:arithmetic", rows: 16}, {data: "generated:choice", rows: 8}]'
+TOKENS = f"tokens={STEPS * 4 * 96}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A tokenizer and a run of every stage, each from the one before."""
+    root = tmp_path_factory.mktemp("runs")
+    tokenizer = ["tokenizer", "data=[generated:choice, generated:arithmetic]", "vocab_size=300", "context=96"]
+    assert main([*tokenizer, "max_characters=20000", f"output={root / 'tokenizer'}"]) == 0
+    for verb in ("pretrain", "midtrain", "sft"):
+        assert main(command(verb, root, root / verb)) == 0
+    return root
+
+
+def command(verb, root, output, *overrides):
+    given = {
+        "pretrain": [
+            *(f"{name}={value}" for name, value in SMALL.items()),
+            *("data=generated:copying", "held_out=40", "eval_rows=3", "laplacian_heads=1", TOKENS),
+            f"tokenizer={root / 'tokenizer'}",
+        ],
+        "midtrain": [f"data={MIXTURE}", f"held_out={MIXTURE}", "eval_rows=3", TOKENS, f"model={root / 'pretrain'}"],
+        "sft": [f"data={MIXTURE}", f"held_out={MIXTURE}", f"model={root / 'midtrain'}"],
+    }[verb]
+    return [verb, *COMMON, *given, f"output={output}", *overrides]
+
+
+class Kill(TrainerCallback):
+    """Ends a run as a kill does, at the end of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_interrupted_run_ends_in_the_same_weights(runs, tmp_path, monkeypatch, capsys, verb, step):
+    """Before the first checkpoint, between two, and where one has just been written."""
+    trainer = stage.StageTrainer
+    monkeypatch.setattr(
+        stage, "StageTrainer", lambda **kwargs: trainer(**{**kwargs, "callbacks": [*kwargs["callbacks"], Kill(step)]})
+    )
+    output = tmp_path / "run"
+    assert main(command(verb, runs, output)) == 130
+    monkeypatch.setattr(stage, "StageTrainer", trainer)
+    assert main(command(verb, runs, output)) == 0
+    assert ("going on at step" in capsys.readouterr().out) == (step > 2)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (runs / verb, output))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    one, other = (json.loads((folder / "results.json").read_text()) for folder in (runs / verb, output))
+    for key in ("loss", "bits_per_byte", "tokens", "steps", "parameters"):
+        assert one[key] == other[key]
+    assert {path.name for path in output.iterdir()} == {path.name for path in (runs / verb).iterdir()}
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+def test_finished_run_is_left_alone_and_another_recipe_refused(runs, capsys, verb):
+    before = (runs / verb / "model.safetensors").stat().st_mtime_ns
+    assert main(command(verb, runs, runs / verb)) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert main(command(verb, runs, runs / verb, "seed=7")) == 1
+    assert "holds the results of another recipe" in capsys.readouterr().err
+    assert (runs / verb / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+def test_diverged_run_is_not_accepted(runs, tmp_path, capsys, verb):
+    assert main(command(verb, runs, tmp_path / "run", "matrix_lr=1e38")) == 1
+    assert "give lower learning rates" in capsys.readouterr().err
+    assert not (tmp_path / "run/results.json").exists()
+
+
+def test_tokenizer_larger_than_the_model_is_refused(runs, tmp_path, capsys):
+    assert main(command("pretrain", runs, tmp_path / "run", "vocab_size=280")) == 1
+    assert "has 300 entries, the model only 280" in capsys.readouterr().err
+
+
+def test_learning_rate_is_constant_and_then_linear(runs):
+    log = json.loads((runs / "pretrain/trainer_state.json").read_text())["log_history"]
+    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+    decay = round(STEPS * 0.4)
+    expected = [0.015 * min(1, (STEPS - step) / decay) for step in range(STEPS)]
+    assert rates == pytest.approx(expected)
+
+
+def test_sft_learns_only_what_the_assistant_says(runs, tmp_path, monkeypatch):
+    """The rows it trains on have a target where the assistant speaks, calls or ends, and nowhere else."""
+    seen = {}
+
+    def keep(name, recipe, model, tokenizer, rows, *arguments, **keywords):
+        seen.update(tokenizer=tokenizer, rows=rows)
+
+    monkeypatch.setattr("laplacian_heads.train.sft.train", keep)
+    values = recipes.parse(command("sft", runs, tmp_path / "run")[1:])
+    sft(recipes.load(SFTRecipe, "gpt_tiny_sft", values))
+    assert len(seen["rows"]) == 24
+    for row in seen["rows"]:
+        learnt = seen["tokenizer"].decode([token for token in row["labels"] if token != -100])
+        assert learnt.endswith("<|assistant_end|>")
+        assert "<|user_start|>" not in learnt
+        assert "<|output_start|>" not in learnt
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_evaluation_counts_every_target_once(runs, tmp_path, batch_size):
+    """Rows have different numbers of targets: the mean of batch means would be another figure."""
+    torch.manual_seed(0)
+    model = LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL, laplacian_heads=1))
+    torch.nn.init.normal_(model.lm_head.weight, std=0.1)
+    sizes = list(range(300))
+    rows = []
+    for i in range(5):
+        ids = torch.randint(300, (12,))
+        rows.append(
+            {"input_ids": ids, "labels": ids, "shift_labels": ids.roll(-1).masked_fill(torch.arange(12) < i, -100)}
+        )
+    trainer = stage.StageTrainer(
+        model=model,
+        args=stage.TrainingArguments(
+            str(tmp_path),
+            per_device_eval_batch_size=batch_size,
+            remove_unused_columns=False,
+            use_cpu=True,
+            report_to="none",
+        ),
+        eval_dataset=rows,
+        token_bytes=sizes,
+    )
+    metrics = trainer.evaluate()
+    nats = targets = spelled = 0.0
+    for row in rows:
+        logits = model.eval()(row["input_ids"][None]).logits[0].double()
+        for position, target in enumerate(row["shift_labels"].tolist()):
+            if target != -100:
+                nats -= logits[position].log_softmax(-1)[target].item()
+                targets += 1
+                spelled += sizes[target]
+    assert metrics["eval_loss"] == pytest.approx(nats / targets, rel=1e-5)
+    assert metrics["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / spelled, rel=1e-5)
+
+
+def _steps(optimizers, model, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_and_adamw_as_one_are_the_two(tied, tmp_path):
+    """Also when a state that was saved is loaded in between."""
+
+    def build():
+        torch.manual_seed(0)
+        return LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL, tie_word_embeddings=tied))
+
+    separate, joined = build(), build()
+    scale = (32 / 768) ** -0.5
+    embedding, head = separate.model.embed_tokens.weight, separate.lm_head.weight
+    matrices = [p for p in separate.parameters() if p is not embedding and p is not head]
+    groups = [{"params": [embedding], "lr": 0.2 * scale}]
+    if not tied:
+        groups.append({"params": [head], "lr": 0.004 * scale})
+    two = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.95, nesterov=True),
+        torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True),
+    ]
+    one = MuonAdamW(joined, 0.02, 0.2, 0.004)
+    _steps(two, separate, 3, 1)
+    _steps([one], joined, 3, 1)
+    torch.save(one.state_dict(), tmp_path / "state.pt")
+    one = MuonAdamW(joined, 0.02, 0.2, 0.004)
+    one.load_state_dict(torch.load(tmp_path / "state.pt"))
+    _steps(two, separate, 2, 2)
+    _steps([one], joined, 2, 2)
+    for (name, expected), found in zip(separate.named_parameters(), joined.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "momentum"), [(300, 0, 0.85), (300, 150, 0.9), (300, 900, 0.95), (0, 0, 0.95)]
+)
+def test_momentum_rises_as_nanochats(steps, step, momentum):
+    model = LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL))
+    optimizer = MuonAdamW(model, 0.02, 0.2, 0.004)
+    state = stage.Trainer(model, stage.TrainingArguments("unused", report_to="none", use_cpu=True)).state
+    state.global_step = step
+    MomentumWarmupCallback(steps).on_step_begin(None, state, None, optimizer=optimizer)
+    assert optimizer.param_groups[0]["momentum"] == pytest.approx(momentum)
+    assert "momentum" not in optimizer.param_groups[1]
+
+
+def test_budget_of_d20_is_the_published_one(capsys, tmp_path, monkeypatch):
+    """karpathy/nanochat at 01f5f10 prints these figures, and so do the reports of others who ran it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["pretrain", "gpt_d20_pretrain", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for figure in ("560,988,160", "11,219,763,200", "21,400 of 524,288 tokens", "3.92e+19, 3.491758e+09 a token"):
+        assert figure in said
+    assert main(["midtrain", "gpt_d20_midtrain", "--dry-run"]) == 0
+    assert "765 of 524,288 tokens" in capsys.readouterr().out
+
+
+def test_memory_counts_what_is_kept():
+    config = LaplaceGPTConfig(**SMALL, max_position_embeddings=64)
+    matrices = 2 * 12 * 32 * 32
+    states, one = budget.memory(config, 1, True, False)
+    assert states == 12 * matrices + 16 * 2 * 300 * 32
+    assert budget.memory(config, 4, True, False)[1] > 3 * one
+    assert budget.memory(config, 4, True, True)[1] < budget.memory(config, 4, True, False)[1]
