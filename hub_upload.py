@@ -151,7 +151,7 @@ def stage(run: Path, folder: Path, repo: str, expected: Path) -> None:
     if not isinstance(config, LaplaceGPTConfig):
         raise ValueError(f"{run} is a {config.model_type}, allowed is a LaplaceGPT; for others use push_to_hub.")
     model = AutoModelForCausalLM.from_pretrained(run).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run)
+    tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=False)
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise ValueError(f"The weight {name} of {run} is not finite everywhere; it is not uploaded.")

@@ -252,7 +252,7 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     """
     check_model(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer in {name} ({' '.join(str(error).split())[:200]}).") from error
     if len(tokenizer) > vocab_size:
