@@ -3,30 +3,23 @@
 import dataclasses
 
 from laplacian_heads.train import budget
-from laplacian_heads.train.chat import check_mixture, encode, mixture
+from laplacian_heads.train.chat import encode, mixture
 from laplacian_heads.train.data import PackedRows, held_out_rows
-from laplacian_heads.train.stage import StageRecipe, is_finished, load_model, load_tokenizer, train
+from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, load_tokenizer, train
 from laplacian_heads.train.tokenizer import token_bytes
 
 
 @dataclasses.dataclass(kw_only=True)
-class MidtrainRecipe(StageRecipe):
+class MidtrainRecipe(ConversationRecipe):
     """Keys of the recipes for mid-training."""
 
-    model: str
-    data: list
-    held_out: list
     eval_rows: int
     tokens: int
 
     def __post_init__(self):
         super().__post_init__()
-        check_mixture("data", self.data)
-        check_mixture("held_out", self.held_out)
         if self.eval_rows < 1:
             raise ValueError(f"eval_rows is {self.eval_rows}, allowed is at least 1.")
-        if not self.model:
-            raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
         if self.steps < 1:
             raise ValueError(
                 f"tokens is {self.tokens}, allowed is at least one step's, which is rows_per_step times context, "

@@ -5,27 +5,20 @@ import dataclasses
 from transformers import DataCollatorForSeq2Seq
 
 from laplacian_heads.train import budget
-from laplacian_heads.train.chat import check_mixture, encode, mixture
-from laplacian_heads.train.stage import StageRecipe, is_finished, load_model, load_tokenizer, train
+from laplacian_heads.train.chat import encode, mixture
+from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, load_tokenizer, train
 
 
 @dataclasses.dataclass(kw_only=True)
-class SFTRecipe(StageRecipe):
+class SFTRecipe(ConversationRecipe):
     """Keys of the recipes for SFT."""
 
-    model: str
-    data: list
-    held_out: list
     epochs: int
 
     def __post_init__(self):
         super().__post_init__()
-        check_mixture("data", self.data)
-        check_mixture("held_out", self.held_out)
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}, allowed is at least 1.")
-        if not self.model:
-            raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
 
     def steps(self, conversations: int) -> int:
         return max(1, conversations // self.rows_per_step) * self.epochs

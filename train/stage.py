@@ -16,6 +16,7 @@ from laplacian_heads import recipes
 from laplacian_heads.files import check_model, write
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train.callbacks import MomentumWarmupCallback
+from laplacian_heads.train.chat import check_mixture
 from laplacian_heads.train.optimizer import MuonAdamW
 
 
@@ -67,6 +68,22 @@ class StageRecipe:
                 f"rows_per_step is {self.rows_per_step}, allowed are multiples of {rows}, which is batch_size times "
                 f"{PartialState().num_processes} processes."
             )
+
+
+@dataclasses.dataclass(kw_only=True)
+class ConversationRecipe(StageRecipe):
+    """Keys of the stages that train a model on with conversations."""
+
+    model: str
+    data: list
+    held_out: list
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_mixture("data", self.data)
+        check_mixture("held_out", self.held_out)
+        if not self.model:
+            raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
 
 
 class StageTrainer(Trainer):
