@@ -67,9 +67,8 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
     for heads, folder in zip(recipe.laplacian_heads, folders, strict=True):
         stages += _stages(recipe, output, folder, heads)  # refuses wrong values before any work
     if not dry_run:
+        recipes.check_output(output, recipe)
         output.mkdir(parents=True, exist_ok=True)
-        if recipes.read(output / "recipe.yaml") not in (None, dataclasses.asdict(recipe)):
-            raise ValueError(f"output: {output} holds the results of another recipe; give another output=.")
         recipes.write(output / "recipe.yaml", recipe)
 
     started = time.perf_counter()

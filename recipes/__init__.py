@@ -108,3 +108,10 @@ def read(path: Path) -> dict | None:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return None
+
+
+def check_output(output: Path, recipe) -> None:
+    """Raise ValueError if a folder holds anything but the results of this recipe, which may go on there."""
+    names = {path.name for path in output.iterdir()} - {"recipe.yaml", "recipe.yaml.part"} if output.is_dir() else set()
+    if names and read(output / "recipe.yaml") != dataclasses.asdict(recipe):
+        raise ValueError(f"output: {output} holds the results of another recipe, or other files; give another output=.")

@@ -89,6 +89,16 @@ def test_finished_run_is_left_alone_and_another_recipe_refused(runs, capsys, ver
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+def test_mistake_does_not_take_the_output_folder(runs, tmp_path, verb):
+    """A run that was refused leaves nothing that refuses the corrected one."""
+    wrong = "tokenizer=./nowhere" if verb == "pretrain" else "model=./nowhere"
+    assert main(command(verb, runs, tmp_path / "run", wrong)) == 1
+    assert main(command(verb, runs, tmp_path / "run", "data=[]" if verb != "pretrain" else "data=nowhere.txt")) == 1
+    assert not (tmp_path / "run").exists()
+    assert main(command(verb, runs, tmp_path / "run")) == 0
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
 def test_diverged_run_is_not_accepted(runs, tmp_path, capsys, verb):
     assert main(command(verb, runs, tmp_path / "run", "matrix_lr=1e38")) == 1
     assert "give lower learning rates" in capsys.readouterr().err

@@ -128,24 +128,11 @@ def is_finished(recipe: StageRecipe) -> bool:
         ValueError: the output folder holds the run of another recipe.
     """
     output = Path(recipe.output).expanduser()
-    claim(output, recipe)
+    recipes.check_output(output, recipe)
     if (output / "results.json").exists():
         print(f"{output} is finished.")
         return True
     return False
-
-
-def claim(output: Path, recipe) -> None:
-    """Make the output folder this recipe's, or raise ValueError if it is another's."""
-    path = output / "recipe.yaml"
-    if path.exists():
-        if recipes.read(path) != dataclasses.asdict(recipe):
-            raise ValueError(f"output: {output} holds the results of another recipe; give another output=.")
-        return
-    if (output / "config.json").exists():
-        raise ValueError(f"output: {output} holds a model that no recipe made; give another output=.")
-    output.mkdir(parents=True, exist_ok=True)
-    recipes.write(path, recipe)
 
 
 def train(
@@ -175,6 +162,8 @@ def train(
         ValueError: the loss is no longer a number.
     """
     output = Path(recipe.output).expanduser()
+    output.mkdir(parents=True, exist_ok=True)
+    recipes.write(output / "recipe.yaml", recipe)
     set_seed(recipe.seed)
     model.train()
     trainer = StageTrainer(
