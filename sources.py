@@ -60,13 +60,14 @@ def documents(data: str | list[str]) -> Iterator[str]:
     """
     for source in [data] if isinstance(data, str) else data:
         for row in rows(source):
-            if isinstance(row.get("text"), str):
-                text = row["text"]
-            elif "messages" in row:
-                text = "\n".join(message["content"] or "" for message in row["messages"])
-            else:
+            text, messages = row.get("text"), row.get("messages")
+            if text is None and messages:
+                text = "\n".join(message["content"] or "" for message in messages)
+            elif "text" not in row and "messages" not in row:
                 raise ValueError(f"data: {source} has no column 'text', its columns are {', '.join(row)}.")
-            if text.strip():
+            elif not isinstance(text, str | None):
+                raise ValueError(f"data: {source} has {text!r} in the column 'text', allowed is text.")
+            if text and text.strip():
                 yield text
 
 
@@ -92,32 +93,36 @@ def _local(path: Path) -> datasets.IterableDataset:
         return datasets.load_from_disk(str(path)).to_iterable_dataset()
     files = [path]
     if path.is_dir():
-        files = sorted(path.rglob("*"))
-        files = [
-            file for file in files if file.suffix.lower() in SUFFIXES and file.name != "README.md" and file.is_file()
-        ]
-    if not files or files[0].suffix.lower() not in SUFFIXES:
-        raise ValueError(f"data: {path} is or holds no file that can be read, which are {_or(tuple(SUFFIXES))}.")
-    parts = []
-    for builder in dict.fromkeys(SUFFIXES[file.suffix.lower()] for file in files):
-        names = [str(file) for file in files if SUFFIXES[file.suffix.lower()] == builder]
-        if builder is None:
-            parts.append(datasets.IterableDataset.from_generator(_texts, gen_kwargs={"files": names}))
-        else:
-            parts.append(datasets.load_dataset(builder, data_files=names, split="train", streaming=True))
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        files = sorted(file for file in path.rglob("*") if file.name != "README.md" and file.is_file())
+    files = [str(file) for file in files if file.suffix.lower() in SUFFIXES and file.stat().st_size]
+    if not files:
+        raise ValueError(
+            f"data: {path} is or holds no file that can be read, which are {_or(tuple(SUFFIXES))}, and not empty."
+        )
+    return datasets.IterableDataset.from_generator(_files_rows, gen_kwargs={"files": files})
 
 
-def _texts(files: list[str]):
+def _files_rows(files: list[str]):
     for name in files:
-        with open(name, encoding="utf-8-sig", newline="") as file:
-            try:
-                for text in _pieces(file, ""):
-                    if "\0" in text:
-                        raise ValueError(f"data: {name} is not text: it holds a zero byte.")
-                    yield {"text": text}
-            except UnicodeDecodeError as error:
-                raise ValueError(f"data: {name} is not UTF-8 text ({error.reason}).") from None
+        builder = SUFFIXES[Path(name).suffix.lower()]
+        if builder is None:
+            yield from _texts(name)
+            continue
+        try:
+            yield from datasets.load_dataset(builder, data_files=name, split="train", streaming=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"data: {name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _texts(name: str):
+    with open(name, encoding="utf-8-sig", newline="") as file:
+        try:
+            for text in _pieces(file, ""):
+                if "\0" in text:
+                    raise ValueError(f"data: {name} is not text: it holds a zero byte.")
+                yield {"text": text}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data: {name} is not UTF-8 text ({error.reason}).") from None
 
 
 def _hub(data: str, name: str, config: str | None = None, split: str = "train", *rest: str):
