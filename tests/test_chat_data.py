@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -111,6 +112,27 @@ def test_no_text_passes_for_a_special_token(chat_tokenizer, token):
     assert chat_tokenizer.decode(ids[1:]) == f"a {token} b"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": [{"type": "image"}]},
+        {"role": "user", "content": 5},
+        {"from": "human", "value": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "search", "arguments": {"q": "x"}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "python", "arguments": '{"code": 1}'}}],
+        },
+        "x",
+    ],
+)
+def test_conversation_of_another_form_is_named(chat_tokenizer, message):
+    with pytest.raises(ValueError, match="the chat template cannot render"):
+        encode(chat_tokenizer, [message], None)
+
+
 def test_known_rows_become_conversations():
     mmlu = {"question": "Why?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "x"}
     arc = {"question": "Why?", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}
@@ -150,8 +172,23 @@ def test_mixture_takes_what_the_recipe_says(tmp_path):
     assert sorted(drawn(0)) == sorted(["a0", "a1", "a2", "a3"] * 2 + ["b0", "b1", "b2"])
     assert drawn(0) == drawn(0)
     assert len({tuple(drawn(seed)) for seed in range(5)}) > 1
-    with pytest.raises(ValueError, match="allowed is a list of entries"):
-        check_mixture("data", [{"data": "x", "rows": 1, "weight": 2}])
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([], "data is [], allowed is a list of entries"),
+        ([{"data": "x"}], "allowed is a list of entries"),
+        ([{"data": "x", "rows": 1, "weight": 2}], "allowed is a list of entries"),
+        ([{"data": "", "rows": 1}], "data is '', allowed"),
+        ([{"data": "x", "rows": 0}], "rows is 0, allowed"),
+        ([{"data": "x", "rows": True}], "rows is True, allowed"),
+        ([{"data": "x", "rows": 1, "repeat": 1.5}], "repeat is 1.5, allowed"),
+    ],
+)
+def test_mixture_of_another_form_is_refused(entries, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_mixture("data", entries)
 
 
 def test_rows_are_the_stream_with_its_next_tokens():

@@ -83,16 +83,32 @@ def test_no_such_source(data, said, tmp_path, monkeypatch):
         ("a.txt", b"a \0 byte", "a.txt is not text: it holds a zero byte"),
         ("a.png", b"\x89PNG", "holds no file that can be read"),
         ("a.jsonl", json.dumps({"body": "x"}).encode(), "has no column 'text', its columns are body"),
-        ("a.jsonl", b'{"text": "whole"}\n{"text": "cu', ""),
-        ("a.parquet", b"PAR1 cut off", ""),
+        ("a.jsonl", b'{"text": "whole"}\n{"text": "cu', "a.jsonl cannot be read"),
+        ("a.jsonl", b'{"text": "\xff"}', "a.jsonl cannot be read"),
+        ("a.jsonl", b'{"text": 5}', "has 5 in the column 'text', allowed is text"),
+        ("a.parquet", b"PAR1 cut off", "a.parquet cannot be read"),
+        ("a.arrow", b"cut off", "a.arrow cannot be read"),
+        *((f"a.{kind}", b"", "holds no file that can be read") for kind in ("txt", "jsonl", "parquet", "arrow")),
     ],
 )
 @pytest.mark.parametrize("whole", ["file", "folder"])
 def test_file_that_cannot_be_read(tmp_path, name, content, said, whole):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(said) if said else "."):
+    with pytest.raises(ValueError, match=re.escape(said)):
         list(documents(str(path if whole == "file" else tmp_path)))
+
+
+def test_files_of_different_columns_lie_in_one_folder(tmp_path):
+    """Rows without text, and files without rows, give no document."""
+    (tmp_path / "a.jsonl").write_text('{"text": null, "n": 1}\n{"text": "one", "n": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"n": "3", "text": "two"}\n')
+    turns = [{"role": "user", "content": "three"}, {"role": "assistant", "content": None}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "d.jsonl").write_text("")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e/F.TXT").write_text("four")
+    assert list(documents(str(tmp_path))) == ["one", "two", "three\n", "four"]
 
 
 def test_datasets_of_the_hub_by_config_and_split(hub, fresh_process):
@@ -113,6 +129,17 @@ def test_datasets_of_the_hub_by_config_and_split(hub, fresh_process):
                 raise AssertionError(data)
     """
     assert "['small train', 'large test']" in fresh_process(code, can_import=True, env=hub.env)
+
+
+def test_no_connection_is_no_traceback(monkeypatch):
+    """The HTTP client's errors are neither OSError nor ValueError. The true one comes after half a minute of tries."""
+
+    def refuse(*arguments, **keywords):
+        raise Exception("Connection refused")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with pytest.raises(ValueError, match="data: tester/texts cannot be read from the Hub: Connection refused"):
+        rows("tester/texts")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -238,10 +238,23 @@ def test_budget_of_d20_is_the_published_one(capsys, tmp_path, monkeypatch):
     assert "765 of 524,288 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [path.stem for path in sorted(recipes.SHIPPED.glob("gpt_*.yaml"))])
+def test_every_shipped_recipe_has_a_dry_run(capsys, tmp_path, monkeypatch, name):
+    """Which writes nothing, and of a stage needs none of the models and data before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(budget, "matmul_flops", lambda bf16: 1e12)  # measures for a second
+    verb = name.rsplit("_", 1)[1]
+    assert main([verb, name, "--dry-run"]) == 0
+    assert ("a tokenizer of" if verb == "tokenizer" else "parameters") in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_memory_counts_what_is_kept():
     config = LaplaceGPTConfig(**SMALL, max_position_embeddings=64)
     matrices = 2 * 12 * 32 * 32
     states, one = budget.memory(config, 1, True, False)
     assert states == 12 * matrices + 16 * 2 * 300 * 32
-    assert budget.memory(config, 4, True, False)[1] > 3 * one
+    rows = {count: budget.memory(config, count, True, False)[1] for count in (2, 4, 8)}
+    assert rows[8] - rows[4] == 2 * (rows[4] - rows[2])
+    assert one < rows[2]
     assert budget.memory(config, 4, True, True)[1] < budget.memory(config, 4, True, False)[1]

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 
+import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from laplacian_heads import sources
@@ -59,10 +60,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict], max_tokens:
 
     Returns:
         input_ids, and labels, equal to them where the assistant speaks, calls or ends, else -100.
+
+    Raises:
+        ValueError: the template does not know such a conversation.
     """
-    rendered = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise ValueError(f"data: the chat template cannot render {str(messages)[:200]}: {error}") from error
     ids, mask = rendered["input_ids"][:max_tokens], rendered["assistant_masks"][:max_tokens]
     return {"input_ids": ids, "labels": [token if spoken else -100 for token, spoken in zip(ids, mask, strict=True)]}
 

@@ -61,6 +61,9 @@ CHAT_TEMPLATE = """\
         {{- text(message.content) -}}
         {%- if turn.open -%}
             {%- for call in message.tool_calls -%}
+                {%- if call.function.arguments.code is not defined -%}
+                    {{- raise_exception('A tool call needs arguments with code.') -}}
+                {%- endif -%}
                 {{- '<|python_start|>' + text(call.function.arguments.code) + '<|python_end|>' -}}
             {%- endfor -%}
         {%- else -%}
