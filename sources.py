@@ -52,13 +52,18 @@ def rows(data: str) -> datasets.IterableDataset:
     return _hub(data, name, *rest)
 
 
+def listed(data: str | list[str]) -> list[str]:
+    """One source or several as a list."""
+    return [data] if isinstance(data, str) else data
+
+
 def documents(data: str | list[str]) -> Iterator[str]:
     """The texts of one source or several, one after the other: the column "text", or what a conversation says.
 
     Raises:
         ValueError: no such source, or rows without text; the message names it.
     """
-    for source in [data] if isinstance(data, str) else data:
+    for source in listed(data):
         for row in rows(source):
             text, messages = row.get("text"), row.get("messages")
             if text is None and messages:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, LogitsProcessorList
 
 from laplacian_heads import recipes
 from laplacian_heads.eval.calculator import Calculator
+from laplacian_heads.eval.geometry import results_folder
 from laplacian_heads.files import check_model, write
 
 TASKS = Path(__file__).parent / "tasks"
@@ -67,10 +68,7 @@ class EvalRecipe:
     @property
     def folder(self) -> Path:
         """Where eval.json goes."""
-        if self.output is not None:
-            return Path(self.output).expanduser()
-        model = Path(self.model).expanduser()
-        return model if model.is_dir() else Path("runs", "eval", self.model.replace("/", "--"))
+        return results_folder(self.model, self.output)
 
 
 @register_model("laplacian-heads")

@@ -15,12 +15,16 @@ H100_FLOPS = 989e12  # dense bf16 (NVIDIA's data sheet)
 UTILISATION = 0.45  # of the peak; nanochat's d20 on eight H100 (its report at 01f5f10) is near it
 
 
+def parameters(config: LaplaceGPTConfig) -> int:
+    """Number of parameters of a model, counted without making them."""
+    with torch.device("meta"):
+        return LaplaceGPTForCausalLM(config).num_parameters()
+
+
 def flops_per_token(config: LaplaceGPTConfig) -> int:
     """FLOPs of forward and backward for one token, as nanochat counts them (`GPT.estimate_flops` at 01f5f10): six for
     every parameter but the token embedding's, and twelve for each query component and position in view."""
-    with torch.device("meta"):
-        model = LaplaceGPTForCausalLM(config)
-    counted = model.num_parameters() - config.vocab_size * config.hidden_size
+    counted = parameters(config) - config.vocab_size * config.hidden_size
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return 6 * counted + 12 * attention * config.max_position_embeddings
 
@@ -108,15 +112,13 @@ def describe(
     config: LaplaceGPTConfig, steps: int, rows_per_step: int, rows: int, bf16: bool, gradient_checkpointing: bool
 ) -> str:
     """The budget of a run as a table of text, an upper bound where rows are padded."""
-    with torch.device("meta"):
-        parameters = LaplaceGPTForCausalLM(config).num_parameters()
     per_step = rows_per_step * config.max_position_embeddings
     flops = flops_per_token(config)
     total = flops * steps * per_step
     states, kept = memory(config, rows, bf16, gradient_checkpointing)
     here = matmul_flops(bf16)
     lines = {
-        "parameters": f"{parameters:,}",
+        "parameters": f"{parameters(config):,}",
         "tokens": f"{steps * per_step:,}",
         "steps": f"{steps:,} of {per_step:,} tokens",
         "FLOPs": f"{total:.2e}, {flops:.6e} a token",

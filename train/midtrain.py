@@ -5,30 +5,13 @@ import dataclasses
 from laplacian_heads.train import budget
 from laplacian_heads.train.chat import encode, mixture
 from laplacian_heads.train.data import PackedRows, held_out_rows
-from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, load_tokenizer, train
+from laplacian_heads.train.stage import ConversationRecipe, PackedRecipe, is_finished, load_model, train
 from laplacian_heads.train.tokenizer import token_bytes
 
 
 @dataclasses.dataclass(kw_only=True)
-class MidtrainRecipe(ConversationRecipe):
+class MidtrainRecipe(PackedRecipe, ConversationRecipe):
     """Keys of the recipes for mid-training."""
-
-    eval_rows: int
-    tokens: int
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.eval_rows < 1:
-            raise ValueError(f"eval_rows is {self.eval_rows}, allowed is at least 1.")
-        if self.steps < 1:
-            raise ValueError(
-                f"tokens is {self.tokens}, allowed is at least one step's, which is rows_per_step times context, "
-                f"{self.rows_per_step * self.context}."
-            )
-
-    @property
-    def steps(self) -> int:
-        return self.tokens // (self.rows_per_step * self.context)
 
 
 def midtrain(recipe: MidtrainRecipe, dry_run: bool = False) -> None:
@@ -42,8 +25,7 @@ def midtrain(recipe: MidtrainRecipe, dry_run: bool = False) -> None:
         return
     if is_finished(recipe):
         return
-    model = load_model(recipe.model, recipe.context)
-    tokenizer = load_tokenizer(recipe.model, model.config.vocab_size)
+    model, tokenizer = load_model(recipe.model, recipe.context)
 
     def sequences(entries):
         # A conversation longer than a row goes on in the next one, so none is cut.

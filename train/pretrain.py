@@ -10,43 +10,31 @@ from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train import budget
 from laplacian_heads.train.data import PackedRows, encode_documents, held_out_rows
-from laplacian_heads.train.stage import StageRecipe, is_finished, load_tokenizer, train
+from laplacian_heads.train.stage import PackedRecipe, is_finished, load_tokenizer, train
 from laplacian_heads.train.tokenizer import token_bytes
 
 
 @dataclasses.dataclass(kw_only=True)
-class PretrainRecipe(StageRecipe):
+class PretrainRecipe(PackedRecipe):
     """Keys of the recipes for pretraining."""
 
     data: str | list
     held_out: int
-    eval_rows: int
     tokenizer: str
     vocab_size: int
     num_hidden_layers: int
     hidden_size: int
     num_attention_heads: int
     laplacian_heads: int | list | dict
-    tokens: int
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("held_out", "eval_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 1.")
+        if self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}, allowed is at least 1.")
         for name in ("data", "tokenizer"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, allowed is the name of one.")
-        if self.steps < 1:
-            raise ValueError(
-                f"tokens is {self.tokens}, allowed is at least one step's, which is rows_per_step times context, "
-                f"{self.rows_per_step * self.context}."
-            )
         self.config()  # refuses wrong values before any work
-
-    @property
-    def steps(self) -> int:
-        return self.tokens // (self.rows_per_step * self.context)
 
     def config(self, **special_tokens) -> LaplaceGPTConfig:
         return LaplaceGPTConfig(

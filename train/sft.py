@@ -6,7 +6,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from laplacian_heads.train import budget
 from laplacian_heads.train.chat import encode, mixture
-from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, load_tokenizer, train
+from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, train
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,8 +35,7 @@ def sft(recipe: SFTRecipe, dry_run: bool = False) -> None:
         return
     if is_finished(recipe):
         return
-    model = load_model(recipe.model, recipe.context)
-    tokenizer = load_tokenizer(recipe.model, model.config.vocab_size)
+    model, tokenizer = load_model(recipe.model, recipe.context)
 
     def rows(entries):
         encoded = (encode(tokenizer, messages, recipe.context) for messages in mixture(entries, recipe.seed))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from laplacian_heads import recipes
 from laplacian_heads.files import check_model, write
@@ -84,6 +84,28 @@ class ConversationRecipe(StageRecipe):
         check_mixture("held_out", self.held_out)
         if not self.model:
             raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class PackedRecipe(StageRecipe):
+    """Keys of the stages that train on a stream packed into rows, for a number of tokens."""
+
+    eval_rows: int
+    tokens: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.eval_rows < 1:
+            raise ValueError(f"eval_rows is {self.eval_rows}, allowed is at least 1.")
+        if self.steps < 1:
+            raise ValueError(
+                f"tokens is {self.tokens}, allowed is at least one step's, which is rows_per_step times context, "
+                f"{self.rows_per_step * self.context}."
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // (self.rows_per_step * self.context)
 
 
 class StageTrainer(Trainer):
@@ -164,8 +186,6 @@ def train(
     output = Path(recipe.output).expanduser()
     output.mkdir(parents=True, exist_ok=True)
     recipes.write(output / "recipe.yaml", recipe)
-    set_seed(recipe.seed)
-    model.train()
     trainer = StageTrainer(
         model=model,
         args=TrainingArguments(
@@ -269,11 +289,11 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_model(name: str, context: int) -> PreTrainedModel:
-    """A LaplaceGPT to train on from, by folder or Hub id.
+def load_model(name: str, context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A LaplaceGPT to train on from, and its tokenizer, by folder or Hub id.
 
     Raises:
-        ValueError: none is there, or its context is shorter.
+        ValueError: none is there, its context is shorter, or its tokenizer does not suit it.
     """
     check_model(name)
     try:
@@ -284,4 +304,4 @@ def load_model(name: str, context: int) -> PreTrainedModel:
         raise ValueError(
             f"context is {context}, allowed for {name} is at most its {model.config.max_position_embeddings}."
         )
-    return model
+    return model, load_tokenizer(name, model.config.vocab_size)

@@ -164,14 +164,13 @@ def tokenizer(recipe: TokenizerRecipe, dry_run: bool = False) -> None:
     print(f"a tokenizer of {recipe.vocab_size:,} entries from at most {limit}, into {output}")
     if dry_run:
         return
+    recipes.check_output(output, recipe)
     if (output / "tokenizer.json").exists():
-        if recipes.read(output / "recipe.yaml") != dataclasses.asdict(recipe):
-            raise ValueError(f"output: {output} holds the tokenizer of another recipe; give another output=.")
         print(f"{output} is finished.")
         return
     if output.exists():
         raise ValueError(f"output: {output} is there already and no tokenizer; give another output=.")
-    sample = [text for source in _listed(recipe.data) for text in _sample(source, recipe)]
+    sample = [text for source in sources.listed(recipe.data) for text in _sample(source, recipe)]
     if not sample:
         raise ValueError(f"data: {recipe.data} has no text.")
     trained = train_tokenizer(sample, recipe.vocab_size, recipe.context, show_progress=True)
@@ -184,10 +183,6 @@ def tokenizer(recipe: TokenizerRecipe, dry_run: bool = False) -> None:
     tokens = sum(map(len, trained(sample[:1000], add_special_tokens=False, verbose=False)["input_ids"]))
     bytes_per_token = sum(len(text.encode()) for text in sample[:1000]) / tokens
     print(f"{output}: {len(trained):,} entries from {characters:,} characters, {bytes_per_token:.2f} bytes a token")
-
-
-def _listed(data: str | list[str]) -> list[str]:
-    return [data] if isinstance(data, str) else data
 
 
 def _sample(source: str, recipe: TokenizerRecipe) -> Iterator[str]:
