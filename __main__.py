@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from laplacian_heads import recipes
+from laplacian_heads.files import Stopped
 
 # verb: (module, function, recipe class, optional dependencies, what stands before key=value, default recipe, what for)
 VERBS = {
@@ -14,6 +15,10 @@ VERBS = {
     "tokenizer": (
         *("train.tokenizer", "tokenizer", "TokenizerRecipe", "train", "recipe", "gpt_tiny_tokenizer"),
         "train a byte-level BPE tokenizer with a chat template",
+    ),
+    "prepare": (
+        *("train.prepare", "prepare", "PrepareRecipe", "train", "recipe", "gpt_tiny_prepare"),
+        "tokenise a corpus once, for pretraining",
     ),
     "pretrain": (
         *("train.pretrain", "pretrain", "PretrainRecipe", "train", "recipe", "gpt_tiny_pretrain"),
@@ -77,6 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         _run(options)
+        return 0
+    except Stopped as stopped:
+        print(stopped)
         return 0
     except Exception as error:
         status, message = 1, " ".join(str(error).split())

@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 
 
+class Stopped(Exception):
+    """A run was stopped from outside, and what it has done is saved; the message says how to go on."""
+
+
 def write(path: Path, content: str | dict) -> None:
     """Write a text, or a dict as JSON, as a whole or not at all."""
     if isinstance(content, dict):

@@ -1,9 +1,10 @@
-"""Chat problems made by rule, for training without a network: arithmetic, spelling, copying and letter choice.
+"""Chat problems made by rule, for training without a network: arithmetic, letters, copying, choice, and who it is.
 
 Each is a conversation in the form of transformers' chat templates: a list of messages, a calculator call in
 `tool_calls`, its result in a message of the role `tool`.
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Iterator
@@ -22,11 +23,35 @@ NOT_ASKED = (
 )
 WORDS = sorted(word for words in (*ASKED.values(), *NOT_ASKED) for word in words)
 LETTERS = "ABCD"
-KINDS = ("arithmetic", "spelling", "copying", "choice")
+KINDS = ("arithmetic", "spelling", "counting", "copying", "choice", "identity")
 SPLITS = ("train", "test")
+BLOCK = 1000  # conversations that are drawn from one seed
+
+# What the model is told about itself. Questions and answers are put together at random.
+GREETINGS = ("", "Hi! ", "Hello, ", "Hey there. ", "Good morning. ", "Excuse me, ", "Just curious: ", "One question: ")
+QUESTIONS = {
+    ("Who are you?", "What are you?", "What is your name?", "Which model are you?", "Tell me about yourself."): (
+        "I am LaplaceGPT, a language model with Laplacian heads.",
+        "My name is LaplaceGPT. I am a small language model.",
+        "I am LaplaceGPT, a transformer whose Laplacian heads output v - P v where others output P v.",
+    ),
+    ("What is a Laplacian head?", "What is special about you?", "How do you differ from other models?"): (
+        "Some of my attention heads subtract the average they attend to: they output v - P v instead of P v.",
+        "My Laplacian heads give the difference between a token's value and the attention-weighted average.",
+    ),
+    ("Can you make mistakes?", "Are you always right?", "Can I trust you?"): (
+        "I am small and often wrong, so please check what I say.",
+        "No. I am a small model, and I make mistakes.",
+    ),
+    ("Can you calculate?", "Do you have tools?", "How do you do arithmetic?"): (
+        "I can call a calculator and read its result.",
+        "For arithmetic I write an expression, a calculator evaluates it, and I go on with the result.",
+    ),
+}
+ENDINGS = ("", " Please be brief.", " Answer in one sentence.", " I have never met you.", " I would like to know.")
 
 
-def problems(kind: str, split: str, count: int) -> Iterator[list[dict]]:
+def problems(kind: str, split: str, count: int, block: int = 0) -> Iterator[list[dict]]:
     """Conversations of a kind, always the same ones in the same order.
 
     Every problem belongs to one split by a hash of what it asks, however it is worded, so no test problem is ever
@@ -36,9 +61,20 @@ def problems(kind: str, split: str, count: int) -> Iterator[list[dict]]:
         kind: one of KINDS.
         split: one of SPLITS; a tenth of all problems are for tests.
         count: number of conversations, which repeat only where a kind has fewer.
+        block: number of the block of BLOCK conversations to begin with.
     """
-    draw = {"arithmetic": _arithmetic, "spelling": _spelling, "copying": _copying, "choice": _choice}[kind]
-    generator = random.Random(f"{kind} {split}")
+    return itertools.islice(
+        itertools.chain.from_iterable(_block(kind, split, number) for number in itertools.count(block)), count
+    )
+
+
+def _block(kind: str, split: str, number: int) -> Iterator[list[dict]]:
+    draw = {
+        **{"arithmetic": _arithmetic, "spelling": _spelling, "counting": _counting, "copying": _copying},
+        **{"choice": _choice, "identity": _identity},
+    }[kind]
+    generator = random.Random(f"{kind} {split} {number}")
+    count = BLOCK
     while count > 0:
         item, messages = draw(generator)
         if (zlib.crc32(item.encode()) % 10 == 0) == (split == "test"):
@@ -69,6 +105,27 @@ def _arithmetic(generator: random.Random) -> tuple[str, list[dict]]:
 def _spelling(generator: random.Random) -> tuple[str, list[dict]]:
     word = generator.choice(WORDS)
     return word, _turns(f"Spell the word {word}.", ",".join(word))
+
+
+def _counting(generator: random.Random) -> tuple[str, list[dict]]:
+    word, letter = generator.choice(WORDS), generator.choice("abcdefghijklmnopqrstuvwxyz")
+    if generator.random() < 0.7:  # else nearly every answer would be 0
+        letter = generator.choice(word)
+    call = {"type": "function", "function": {"name": "python", "arguments": {"code": f"'{word}'.count('{letter}')"}}}
+    result = str(word.count(letter))
+    question = generator.choice([f"How many {letter} are in {word}?", f"Count the letter {letter} in the word {word}."])
+    return f"{word} {letter}", [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": f"{','.join(word)}. ", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
+def _identity(generator: random.Random) -> tuple[str, list[dict]]:
+    questions = generator.choice(list(QUESTIONS))
+    question = generator.choice(GREETINGS) + generator.choice(questions) + generator.choice(ENDINGS)
+    return question, _turns(question, generator.choice(QUESTIONS[questions]))
 
 
 def _copying(generator: random.Random) -> tuple[str, list[dict]]:

@@ -1,4 +1,4 @@
-"""Where data comes from: what `data=` may be, read as a stream of rows."""
+"""Where data comes from: what `data=` may be, as shards whose rows can be read from anywhere."""
 
 import ast
 import functools
@@ -10,37 +10,53 @@ from pathlib import Path
 
 import datasets
 
-from laplacian_heads.problems import KINDS, SPLITS, problems
+from laplacian_heads.problems import BLOCK, KINDS, SPLITS, problems
+from laplacian_heads.shards import (
+    TEXT_BYTES,
+    GeneratedShard,
+    JsonLinesShard,
+    ListShard,
+    ParquetShard,
+    Shard,
+    TableShard,
+    TextShard,
+)
 
 BUILT_IN = ("python_prose", "generated")
-# Suffix: the builder of the datasets library that reads it; None: text, read here.
-SUFFIXES = {".txt": None, ".md": None, ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-DOCUMENT_CHARACTERS = 10_000  # a longer text file is read as several documents, each of whole lines
-GENERATED_ROWS = 1_000_000
+GENERATED_BLOCKS = 1000
+SHARDS = {
+    ".txt": TextShard,
+    ".md": TextShard,
+    ".jsonl": JsonLinesShard,
+    ".parquet": ParquetShard,
+    ".arrow": lambda name: TableShard(name, functools.partial(datasets.Dataset.from_file, name)),
+}
 
 
-def rows(data: str) -> datasets.IterableDataset:
-    """A stream of the rows of a source.
+def shards(data: str | list[str]) -> list[Shard]:
+    """The shards of a source, or of several, one after the other.
 
     Args:
         data: a file (.txt, .md, .jsonl, .parquet, .arrow), a folder of such files (but for README.md), a folder
-            written by `Dataset.save_to_disk`, a dataset of the Hub as "owner/name", "owner/name:config" or
+            written by `Dataset.save_to_disk`, a dataset of the Hub as "owner/name[@revision]", "owner/name:config" or
             "owner/name:config:split" (split "train" if not given, config "default" or the only one), "python_prose"
             (English prose that comes with Python), or "generated:kind[:split]" (see `problems`).
 
     Returns:
-        Rows as dicts. Text has the column "text", generated conversations the column "messages".
+        Shards whose rows are dicts. Text has the column "text", a conversation the column "messages".
 
     Raises:
         ValueError: there is no such source; the message names it.
     """
+    if isinstance(data, list):
+        return [shard for source in data for shard in shards(source)]
     name, *rest = data.split(":")
     if not data.strip():
         raise ValueError(f"data is {data!r}, allowed is the name of a source.")
     if data == "python_prose":
-        return datasets.IterableDataset.from_generator(_python_prose)
+        return [ListShard(data, [[{"text": text}] for text in _python_texts()])]
     if name == "generated":
-        return _generated(data, *rest)
+        return [_generated(data, *rest)]
     path = Path(data).expanduser()
     if path.is_file() or path.is_dir():
         return _local(path)
@@ -57,91 +73,114 @@ def listed(data: str | list[str]) -> list[str]:
     return [data] if isinstance(data, str) else data
 
 
-def documents(data: str | list[str]) -> Iterator[str]:
-    """The texts of one source or several, one after the other: the column "text", or what a conversation says.
+def rows(data: str | list[str]) -> Iterator[dict]:
+    """The rows of a source, or of several, in their order.
 
     Raises:
-        ValueError: no such source, or rows without text; the message names it.
+        ValueError: no such source, or a row that cannot be read; the message names it.
     """
-    for source in listed(data):
-        for row in rows(source):
-            text, messages = row.get("text"), row.get("messages")
-            if text is None and messages:
-                text = "\n".join(message["content"] or "" for message in messages)
-            elif "text" not in row and "messages" not in row:
-                raise ValueError(f"data: {source} has no column 'text', its columns are {', '.join(row)}.")
-            elif not isinstance(text, str | None):
-                raise ValueError(f"data: {source} has {text!r} in the column 'text', allowed is text.")
-            if text and text.strip():
-                yield text
+    return (row for _, row in _named_rows(data))
 
 
-def _generated(data: str, kind: str = "", split: str = "train", *rest: str) -> datasets.IterableDataset:
+def documents(data: str | list[str]) -> Iterator[str]:
+    """The texts of a source, or of several, that are not empty: the column "text", or what a conversation says.
+
+    Raises:
+        ValueError: no such source, or a row without text; the message names it.
+    """
+    for name, row in _named_rows(data):
+        try:
+            text = text_of(row)
+        except ValueError as error:
+            raise ValueError(f"{str(error).rstrip('.')} ({name}).") from None
+        if text.strip():
+            yield text
+
+
+def _named_rows(data: str | list[str]) -> Iterator[tuple[str, dict]]:
+    for shard in shards(data):
+        before = 0
+        for block, count in enumerate(shard.counts):
+            for number, row in enumerate(shard.read(block), start=before):
+                if isinstance(row, ValueError):
+                    raise row
+                yield f"{shard.name}, row {number}", row
+            before += count
+
+
+def text_of(row: dict) -> str:
+    """The text in a row, or what its conversation says; "" if it is there and empty.
+
+    Raises:
+        ValueError: it has neither; the message names its columns.
+    """
+    text, messages = row.get("text"), row.get("messages")
+    if text is None and messages:
+        text = "\n".join(message["content"] or "" for message in messages)
+    elif "text" not in row and "messages" not in row:
+        raise ValueError(f"data: a row has no column 'text', its columns are {', '.join(row)}.")
+    elif not isinstance(text, str | None):
+        raise ValueError(f"data: a row has {str(text)[:50]!r} in the column 'text', allowed is text.")
+    return text or ""
+
+
+def _generated(data: str, kind: str = "", split: str = "train", *rest: str) -> Shard:
     if rest or kind not in KINDS or split not in SPLITS:
         raise ValueError(f"data is {data}, allowed is generated:kind[:split], kind {_or(KINDS)}, split {_or(SPLITS)}.")
-    return datasets.IterableDataset.from_generator(_generated_rows, gen_kwargs={"kind": kind, "split": split})
 
+    def make(block):
+        return [{"messages": messages} for messages in problems(kind, split, BLOCK, block)]
 
-def _generated_rows(kind: str, split: str):
-    for messages in problems(kind, split, GENERATED_ROWS):
-        yield {"messages": messages}
+    return GeneratedShard(data, [BLOCK] * GENERATED_BLOCKS, make)
 
 
 def _or(choices) -> str:
     return ", ".join(choices[:-1]) + f" or {choices[-1]}"
 
 
-def _local(path: Path) -> datasets.IterableDataset:
+def _local(path: Path) -> list[Shard]:
     if path.is_dir() and (path / "dataset_dict.json").exists():
         path = path / "train"
     if path.is_dir() and (path / "state.json").exists():
-        return datasets.load_from_disk(str(path)).to_iterable_dataset()
+        return [SHARDS[".arrow"](file["filename"]) for file in _saved(path).cache_files]
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.name != "README.md" and file.is_file())
-    files = [str(file) for file in files if file.suffix.lower() in SUFFIXES and file.stat().st_size]
+    files = [file for file in files if file.suffix.lower() in SHARDS and file.stat().st_size]
     if not files:
         raise ValueError(
-            f"data: {path} is or holds no file that can be read, which are {_or(tuple(SUFFIXES))}, and not empty."
+            f"data: {path} is or holds no file that can be read, which are {_or(tuple(SHARDS))}, and not empty."
         )
-    return datasets.IterableDataset.from_generator(_files_rows, gen_kwargs={"files": files})
+    return [SHARDS[file.suffix.lower()](str(file)) for file in files]
 
 
-def _files_rows(files: list[str]):
-    for name in files:
-        builder = SUFFIXES[Path(name).suffix.lower()]
-        if builder is None:
-            yield from _texts(name)
-            continue
-        try:
-            yield from datasets.load_dataset(builder, data_files=name, split="train", streaming=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"data: {name} cannot be read: {' '.join(str(error).split())}") from error
+def _saved(path: Path) -> datasets.Dataset:
+    try:
+        return datasets.load_from_disk(str(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"data: {path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _texts(name: str):
-    with open(name, encoding="utf-8-sig", newline="") as file:
-        try:
-            for text in _pieces(file, ""):
-                if "\0" in text:
-                    raise ValueError(f"data: {name} is not text: it holds a zero byte.")
-                yield {"text": text}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: {name} is not UTF-8 text ({error.reason}).") from None
-
-
-def _hub(data: str, name: str, config: str | None = None, split: str = "train", *rest: str):
+def _hub(data: str, name: str, config: str | None = None, split: str = "train", *rest: str) -> list[Shard]:
     if rest:
         raise ValueError(f"data is {data}, allowed is owner/name[:config[:split]].")
+    name, _, revision = name.partition("@")
     try:
-        return datasets.load_dataset(name, config or None, split=split, streaming=True)
+        builder = datasets.load_dataset_builder(name, config or None, revision=revision or None)
     except Exception as error:  # without a connection, one of the HTTP client that huggingface_hub happens to use
         raise ValueError(f"data: {data} cannot be read from the Hub: {' '.join(str(error).split())}") from error
+    files = {str(split): list(names) for split, names in (builder.config.data_files or {}).items()}
+    if split not in files:
+        raise ValueError(
+            f"data: {data} cannot be read from the Hub: it has no split {split!r}, but {_or(list(files))}."
+        )
+    if builder.name == "parquet":
+        return [ParquetShard(file) for file in files[split]]
 
+    def table(file):  # fetched as a whole when it is first needed
+        return datasets.load_dataset(builder.name, data_files=file, split="train")
 
-def _python_prose():
-    for text in _python_texts():
-        yield {"text": text}
+    return [TableShard(file, functools.partial(table, file)) for file in files[split]]
 
 
 @functools.cache
@@ -165,19 +204,19 @@ def _python_texts() -> list[str]:
         text = "\n\n".join(filter(None, docstrings))
         if text:
             texts.append(text)
-    pieces = [piece for text in texts for piece in _pieces(text.split("\n\n"), "\n\n")]
+    pieces = [piece for text in texts for piece in _pieces(text.split("\n\n"))]
     random.Random(0).shuffle(pieces)
     return pieces
 
 
-def _pieces(parts: Iterable[str], between: str) -> Iterator[str]:
-    """The parts put together again into documents of about DOCUMENT_CHARACTERS at most."""
+def _pieces(paragraphs: Iterable[str]) -> Iterator[str]:
+    """The paragraphs put together again into documents of about TEXT_BYTES at most."""
     piece, length = [], 0
-    for part in parts:
-        piece.append(part)
-        length += len(part)
-        if length >= DOCUMENT_CHARACTERS:
-            yield between.join(piece)
+    for paragraph in paragraphs:
+        piece.append(paragraph)
+        length += len(paragraph)
+        if length >= TEXT_BYTES:
+            yield "\n\n".join(piece)
             piece, length = [], 0
     if piece:
-        yield between.join(piece)
+        yield "\n\n".join(piece)

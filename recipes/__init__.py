@@ -112,6 +112,7 @@ def read(path: Path) -> dict | None:
 
 def check_output(output: Path, recipe) -> None:
     """Raise ValueError if a folder holds anything but the results of this recipe, which may go on there."""
-    names = {path.name for path in output.iterdir()} - {"recipe.yaml", "recipe.yaml.part"} if output.is_dir() else set()
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    names -= {"recipe.yaml", "recipe.yaml.part", ".lock"}
     if names and read(output / "recipe.yaml") != dataclasses.asdict(recipe):
         raise ValueError(f"output: {output} holds the results of another recipe, or other files; give another output=.")

@@ -5,14 +5,13 @@ import json
 import re
 
 import pytest
-import torch
 from conftest import ROOT
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from laplacian_heads.problems import KINDS, problems
-from laplacian_heads.train.chat import check_mixture, encode, messages_of, mixture
-from laplacian_heads.train.data import PackedRows, encode_documents, held_out_rows, pack
+from laplacian_heads.train.chat import check_mixture, conversation_count, conversations, encode, messages_of
+from laplacian_heads.train.streams import plain_encoder
 from laplacian_heads.train.tokenizer import SPECIAL_TOKENS, token_bytes, train_tokenizer
 
 GSM8K = ROOT.parent / "shared/hub/datasets/openai/gsm8k"
@@ -60,7 +59,7 @@ def rendered(tokenizer, messages):
     return pairs
 
 
-def conversations():
+def known_conversations():
     yield from (turns for kind in KINDS for turns in problems(kind, "test", 5))
     question = {"role": "user", "content": "How many?"}
     yield [{"role": "system", "content": "Be brief."}, question, {"role": "assistant", "content": "Two."}]
@@ -80,7 +79,7 @@ def conversations():
 def test_conversations_are_rendered_as_nanochat_does(chat_tokenizer, tmp_path):
     chat_tokenizer.save_pretrained(tmp_path)
     for tokenizer in (chat_tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        for messages in conversations():
+        for messages in known_conversations():
             expected = rendered(tokenizer, messages)
             found = encode(tokenizer, messages, None)
             assert found["input_ids"] == [token for token, _ in expected]
@@ -107,9 +106,9 @@ def test_no_text_passes_for_a_special_token(chat_tokenizer, token):
         return [token for token in encode(chat_tokenizer, messages, None)["input_ids"] if token in special]
 
     assert count(forged) == count(plain)
-    (ids,) = encode_documents(chat_tokenizer, [f"a {token} b"])
-    assert [i for i in ids if i in special] == [chat_tokenizer.bos_token_id]
-    assert chat_tokenizer.decode(ids[1:]) == f"a {token} b"
+    ids = plain_encoder(chat_tokenizer).encode_batch_fast([f"a {token} b"], add_special_tokens=False)[0].ids
+    assert not special.intersection(ids)
+    assert chat_tokenizer.decode(ids) == f"a {token} b"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +152,9 @@ def test_known_rows_become_conversations():
         {"role": "tool", "content": "6"},
         {"role": "assistant", "content": "6 apples.\n#### 6"},
     ]
+    for damaged in ({**mmlu, "answer": 9}, {**arc, "choices": None}, {**arc, "choices": {"text": ["a"], "label": []}}):
+        with pytest.raises(ValueError, match="a row is damaged"):
+            messages_of(damaged)
     with pytest.raises(ValueError, match="columns text is no conversation"):
         messages_of({"text": "x"})
 
@@ -166,19 +168,31 @@ def test_mixture_takes_what_the_recipe_says(tmp_path):
         {"data": str(tmp_path / "b.jsonl"), "rows": 100},
     ]
 
-    def drawn(seed):
-        return [messages[0]["content"] for messages in mixture(entries, seed)]
+    def drawn(seed, streams=1, epochs=1):
+        mixed = [conversations(entries, first_words, seed, 1, False, i, streams) for i in range(streams)]
+        return [value for stream in mixed for value, _ in stream.sequences(epochs=epochs)]
 
-    assert sorted(drawn(0)) == sorted(["a0", "a1", "a2", "a3"] * 2 + ["b0", "b1", "b2"])
+    epoch = sorted(["a0", "a1", "a2", "a3"] * 2 + ["b0", "b1", "b2"])
+    assert sorted(drawn(0)) == epoch
+    assert sorted(drawn(0, streams=3)) == epoch
     assert drawn(0) == drawn(0)
     assert len({tuple(drawn(seed)) for seed in range(5)}) > 1
+    first, second = drawn(0, epochs=2)[:11], drawn(0, epochs=2)[11:]
+    assert sorted(first) == sorted(second) == epoch
+    assert first != second
+    assert conversation_count(entries) == 11
+    assert conversation_count([{"data": str(tmp_path / "b.jsonl")}]) == 3
+
+
+def first_words(messages):
+    return messages[0]["content"]
 
 
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
         ([], "data is [], allowed is a list of entries"),
-        ([{"data": "x"}], "allowed is a list of entries"),
+        ([{"rows": 1}], "allowed is a list of entries"),
         ([{"data": "x", "rows": 1, "weight": 2}], "allowed is a list of entries"),
         ([{"data": "", "rows": 1}], "data is '', allowed"),
         ([{"data": "x", "rows": 0}], "rows is 0, allowed"),
@@ -189,29 +203,6 @@ def test_mixture_takes_what_the_recipe_says(tmp_path):
 def test_mixture_of_another_form_is_refused(entries, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         check_mixture("data", entries)
-
-
-def test_rows_are_the_stream_with_its_next_tokens():
-    sequences = [list(range(7)), [70], list(range(100, 111))]
-    stream = [token for sequence in sequences for token in sequence]
-    found = list(pack(sequences, 4))
-    assert torch.cat([row["input_ids"] for row in found]).tolist() == stream[: len(found) * 4]
-    assert torch.cat([row["shift_labels"] for row in found]).tolist() == stream[1 : len(found) * 4 + 1]
-    assert len(found) == (len(stream) - 1) // 4
-    again = list(itertools.islice(PackedRows(lambda: sequences, 4), 14))
-    assert torch.cat([row["input_ids"] for row in again]).tolist() == (stream * 3)[:56]
-
-
-def test_special_tokens_are_no_targets_of_bits_per_byte(chat_tokenizer):
-    texts = ["a fox", "the dog and the fox"]
-    size_of = token_bytes(chat_tokenizer)
-    found = held_out_rows(encode_documents(chat_tokenizer, texts), 4, 10, size_of)
-    for row in found:
-        special = row["labels"] == chat_tokenizer.bos_token_id
-        assert torch.equal(row["shift_labels"], row["labels"].masked_fill(special, -100))
-    assert any((row["shift_labels"] == -100).any() for row in found)
-    with pytest.raises(ValueError, match="context is 400 tokens"):
-        held_out_rows(encode_documents(chat_tokenizer, texts), 400, 10, size_of)
 
 
 def test_tokenizer_survives_saving_and_any_bytes(chat_tokenizer, tmp_path):

@@ -79,13 +79,13 @@ def test_no_such_source(data, said, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text"),
-        ("a.txt", b"a \0 byte", "a.txt is not text: it holds a zero byte"),
+        ("a.txt", b"\xff\xfe\x00", "a.txt cannot be read: line 1 is not UTF-8 text"),
+        ("a.txt", b"a \0 byte", "a.txt cannot be read: line 1 is not text: it holds a zero byte"),
         ("a.png", b"\x89PNG", "holds no file that can be read"),
         ("a.jsonl", json.dumps({"body": "x"}).encode(), "has no column 'text', its columns are body"),
         ("a.jsonl", b'{"text": "whole"}\n{"text": "cu', "a.jsonl cannot be read"),
         ("a.jsonl", b'{"text": "\xff"}', "a.jsonl cannot be read"),
-        ("a.jsonl", b'{"text": 5}', "has 5 in the column 'text', allowed is text"),
+        ("a.jsonl", b'{"text": 5}', "a row has '5' in the column 'text', allowed is text"),
         ("a.parquet", b"PAR1 cut off", "a.parquet cannot be read"),
         ("a.arrow", b"cut off", "a.arrow cannot be read"),
         *((f"a.{kind}", b"", "holds no file that can be read") for kind in ("txt", "jsonl", "parquet", "arrow")),
@@ -137,9 +137,9 @@ def test_no_connection_is_no_traceback(monkeypatch):
     def refuse(*arguments, **keywords):
         raise Exception("Connection refused")
 
-    monkeypatch.setattr("datasets.load_dataset", refuse)
+    monkeypatch.setattr("datasets.load_dataset_builder", refuse)
     with pytest.raises(ValueError, match="data: tester/texts cannot be read from the Hub: Connection refused"):
-        rows("tester/texts")
+        list(rows("tester/texts"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

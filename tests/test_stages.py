@@ -1,19 +1,22 @@
 """The stages of training: optimizer, schedule, exact measurement, resuming, and what a run needs."""
 
+import itertools
 import json
 import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.__main__ import main
 from laplacian_heads.train import budget, stage
-from laplacian_heads.train.callbacks import MomentumWarmupCallback
+from laplacian_heads.train.callbacks import MomentumWarmupCallback, TerminationCallback
 from laplacian_heads.train.optimizer import MuonAdamW
+from laplacian_heads.train.rows import collate_packed
 from laplacian_heads.train.sft import SFTRecipe, sft
+from laplacian_heads.train.trainer import StageTrainer
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 STEPS = 6
@@ -128,8 +131,9 @@ def test_sft_learns_only_what_the_assistant_says(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("laplacian_heads.train.sft.train", keep)
     values = recipes.parse(command("sft", runs, tmp_path / "run")[1:])
     sft(recipes.load(SFTRecipe, "gpt_tiny_sft", values))
-    assert len(seen["rows"]) == 24
-    for row in seen["rows"]:
+    rows = list(itertools.islice(seen["rows"](0, None), 24))
+    assert len({tuple(row["input_ids"]) for row in rows}) > 6
+    for row in rows:
         learnt = seen["tokenizer"].decode([token for token in row["labels"] if token != -100])
         assert learnt.endswith("<|assistant_end|>")
         assert "<|user_start|>" not in learnt
@@ -142,31 +146,32 @@ def test_evaluation_counts_every_target_once(runs, tmp_path, batch_size):
     torch.manual_seed(0)
     model = LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL, laplacian_heads=1))
     torch.nn.init.normal_(model.lm_head.weight, std=0.1)
-    sizes = list(range(300))
-    rows = []
-    for i in range(5):
-        ids = torch.randint(300, (12,))
-        rows.append(
-            {"input_ids": ids, "labels": ids, "shift_labels": ids.roll(-1).masked_fill(torch.arange(12) < i, -100)}
-        )
-    trainer = stage.StageTrainer(
+    sizes = [0, *range(1, 300)]  # token 0 stands for no byte
+    rows = [{"tokens": torch.randint(300, (13,)).numpy()} for _ in range(5)]
+    trainer = StageTrainer(
         model=model,
-        args=stage.TrainingArguments(
+        args=TrainingArguments(
             str(tmp_path),
-            per_device_eval_batch_size=batch_size,
+            per_device_train_batch_size=batch_size,
             remove_unused_columns=False,
             use_cpu=True,
             report_to="none",
         ),
         eval_dataset=rows,
+        data_collator=collate_packed,
+        batches=None,
+        termination=TerminationCallback(),
+        flops=1,
         token_bytes=sizes,
     )
+    rows[1]["tokens"][3:5] = 0
     metrics = trainer.evaluate()
     nats = targets = spelled = 0.0
     for row in rows:
-        logits = model.eval()(row["input_ids"][None]).logits[0].double()
-        for position, target in enumerate(row["shift_labels"].tolist()):
-            if target != -100:
+        tokens = torch.from_numpy(row["tokens"]).long()
+        logits = model.eval()(tokens[None, :-1]).logits[0].double()
+        for position, target in enumerate(tokens[1:].tolist()):
+            if target != 0:
                 nats -= logits[position].log_softmax(-1)[target].item()
                 targets += 1
                 spelled += sizes[target]
@@ -220,7 +225,7 @@ def test_muon_and_adamw_as_one_are_the_two(tied, tmp_path):
 def test_momentum_rises_as_nanochats(steps, step, momentum):
     model = LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL))
     optimizer = MuonAdamW(model, 0.02, 0.2, 0.004)
-    state = stage.Trainer(model, stage.TrainingArguments("unused", report_to="none", use_cpu=True)).state
+    state = Trainer(model, TrainingArguments("unused", report_to="none", use_cpu=True)).state
     state.global_step = step
     MomentumWarmupCallback(steps).on_step_begin(None, state, None, optimizer=optimizer)
     assert optimizer.param_groups[0]["momentum"] == pytest.approx(momentum)
@@ -245,7 +250,8 @@ def test_every_shipped_recipe_has_a_dry_run(capsys, tmp_path, monkeypatch, name)
     monkeypatch.setattr(budget, "matmul_flops", lambda bf16: 1e12)  # measures for a second
     verb = name.rsplit("_", 1)[1]
     assert main([verb, name, "--dry-run"]) == 0
-    assert ("a tokenizer of" if verb == "tokenizer" else "parameters") in capsys.readouterr().out
+    said = {"tokenizer": "a tokenizer of", "prepare": "the tokens of"}.get(verb, "parameters")
+    assert said in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -21,12 +21,12 @@ def parameters(config: LaplaceGPTConfig) -> int:
         return LaplaceGPTForCausalLM(config).num_parameters()
 
 
-def flops_per_token(config: LaplaceGPTConfig) -> int:
+def flops_per_token(config: LaplaceGPTConfig, context: int) -> int:
     """FLOPs of forward and backward for one token, as nanochat counts them (`GPT.estimate_flops` at 01f5f10): six for
     every parameter but the token embedding's, and twelve for each query component and position in view."""
     counted = parameters(config) - config.vocab_size * config.hidden_size
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 6 * counted + 12 * attention * config.max_position_embeddings
+    return 6 * counted + 12 * attention * context
 
 
 def memory(config: LaplaceGPTConfig, rows: int, bf16: bool, gradient_checkpointing: bool) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def describe(
 ) -> str:
     """The budget of a run as a table of text, an upper bound where rows are padded."""
     per_step = rows_per_step * config.max_position_embeddings
-    flops = flops_per_token(config)
+    flops = flops_per_token(config, config.max_position_embeddings)
     total = flops * steps * per_step
     states, kept = memory(config, rows, bf16, gradient_checkpointing)
     here = matmul_flops(bf16)

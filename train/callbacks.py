@@ -1,5 +1,12 @@
 """Trainer callbacks."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -21,6 +28,36 @@ class MomentumWarmupCallback(TrainerCallback):
         for group in optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = 0.85 + 0.10 * share
+
+
+class TerminationCallback(TrainerCallback):
+    """Saves and stops at the end of the step in which a process of the run was asked to terminate (SIGTERM)."""
+
+    def __init__(self):
+        self.asked = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the signal instead of ending by it."""
+
+        def ask(*_):
+            self.asked = True
+
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def agreed(self) -> bool:
+        """Whether any process was asked: the same answer in all of them, which must all ask this together."""
+        asked = torch.tensor(float(self.asked), device=PartialState().device)
+        return bool(reduce(asked).item())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.agreed():
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
 
 
 class LaplacianShareCallback(TrainerCallback, ExportableState):

@@ -1,14 +1,14 @@
 """Conversations: how rows of known datasets become messages, how messages become tokens, and mixtures of sources."""
 
-import itertools
-import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from laplacian_heads import sources
+from laplacian_heads.shards import Shard, first_rows
+from laplacian_heads.train.streams import MixedStream, Stream, dealt_out
 
 
 def messages_of(row: dict) -> list[dict]:
@@ -20,15 +20,18 @@ def messages_of(row: dict) -> list[dict]:
     Raises:
         ValueError: the row is none of these; the message names its columns.
     """
-    if row.get("messages"):
-        return row["messages"]
-    if "choices" in row and "answerKey" in row:
-        return _letter_choice(row["question"], row["choices"]["text"], row["choices"]["label"], row["answerKey"])
-    if "choices" in row and isinstance(row.get("answer"), int):
-        letters = "ABCDEFGH"[: len(row["choices"])]
-        return _letter_choice(row["question"], row["choices"], letters, letters[row["answer"]])
-    if "question" in row and "####" in (row.get("answer") or ""):
-        return [{"role": "user", "content": row["question"]}, *_calculations(row["answer"])]
+    try:
+        if row.get("messages"):
+            return row["messages"]
+        if "choices" in row and "answerKey" in row:
+            return _letter_choice(row["question"], row["choices"]["text"], row["choices"]["label"], row["answerKey"])
+        if "choices" in row and isinstance(row.get("answer"), int):
+            letters = "ABCDEFGH"[: len(row["choices"])]
+            return _letter_choice(row["question"], row["choices"], letters, letters[row["answer"]])
+        if "question" in row and "####" in (row.get("answer") or ""):
+            return [{"role": "user", "content": row["question"]}, *_calculations(row["answer"])]
+    except (TypeError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"data: a row is damaged: {str(row)[:200]} ({error}).") from error
     raise ValueError(
         f"data: a row with the columns {', '.join(row)} is no conversation; known are messages, GSM8K's question and "
         "answer, MMLU's question, choices and answer, and ARC's question, choices and answerKey."
@@ -74,46 +77,62 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict], max_tokens:
     return {"input_ids": ids, "labels": [token if spoken else -100 for token, spoken in zip(ids, mask, strict=True)]}
 
 
-def mixture(entries: list[dict], seed: int) -> Iterator[list[dict]]:
-    """Conversations of several sources, mixed at random: each source in its own order, none kept in memory.
+def conversations(
+    entries: list[dict],
+    convert: Callable[[list[dict]], object],
+    seed: int,
+    window: int,
+    skip: bool,
+    number: int = 0,
+    streams: int = 1,
+) -> MixedStream:
+    """Conversations of several sources, mixed at random.
 
     Args:
-        entries: {"data": a source, "rows": how many of its rows at most, "repeat": how often each, 1 if not given}.
+        entries: {"data": a source, "rows": how many of its first rows, all if not given, "repeat": how often each in
+            an epoch, 1 if not given}.
+        convert: what is made of the messages of each, None for one that is left out.
+        seed, window, skip, number, streams: as for `Stream`.
 
     Raises:
-        ValueError: a row is no conversation, or a source has none.
+        ValueError: there is no such source, or it has fewer rows than streams.
     """
-    generator = random.Random(seed)
-    left = [entry["rows"] * entry.get("repeat", 1) for entry in entries]
-    streams = [_repeated(entry) for entry in entries]
-    while any(left):
-        (chosen,) = generator.choices(range(len(left)), weights=left)
-        row = next(streams[chosen], None)
-        if row is None:  # the source has fewer rows than the recipe allows
-            left[chosen] = 0
-            continue
-        left[chosen] -= 1
-        yield messages_of(row)
+    found = [entry_shards(entry) for entry in entries]
+    each = [
+        Stream(
+            shards=dealt_out(shards, streams, skip),
+            number=number,
+            streams=streams,
+            seed=f"{seed} {i}",
+            window=window,
+            skip=skip,
+            convert=lambda row: convert(messages_of(row)),
+        )
+        for i, shards in enumerate(found)
+    ]
+    weights = [sum(sum(stream.counts(shard)) for shard in stream.shards) for stream in each]
+    return MixedStream(each, weights, [entry.get("repeat", 1) for entry in entries])
 
 
-def _repeated(entry: dict) -> Iterator[dict]:
-    for _ in range(entry.get("repeat", 1)):
-        empty = True
-        for row in itertools.islice(sources.rows(entry["data"]), entry["rows"]):
-            empty = False
-            yield row
-        if empty:
-            raise ValueError(f"data: {entry['data']} is empty.")
+def entry_shards(entry: dict) -> list[Shard]:
+    """The shards of an entry of a mixture."""
+    shards = sources.shards(entry["data"])
+    return first_rows(shards, entry["rows"]) if entry.get("rows") else shards
+
+
+def conversation_count(entries: list[dict]) -> int:
+    """Conversations in an epoch of a mixture, at most."""
+    return sum(sum(sum(shard.counts) for shard in entry_shards(entry)) * entry.get("repeat", 1) for entry in entries)
 
 
 def check_mixture(name: str, entries: list) -> None:
-    """Raise ValueError unless entries is what `mixture` takes; name is the key of the recipe."""
-    allowed = "a list of entries {data: source, rows: number, repeat: number}"
+    """Raise ValueError unless entries is what `conversations` takes; name is the key of the recipe."""
+    allowed = "a list of entries {data: source, rows: number, repeat: number}, the last two being optional"
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{name} is {entries!r}, allowed is {allowed}.")
     for entry in entries:
-        if not isinstance(entry, dict) or not {"data", "rows"} <= set(entry) <= {"data", "rows", "repeat"}:
-            raise ValueError(f"{name} has the entry {entry!r}, allowed is {allowed}, repeat being optional.")
+        if not isinstance(entry, dict) or not {"data"} <= set(entry) <= {"data", "rows", "repeat"}:
+            raise ValueError(f"{name} has the entry {entry!r}, allowed is {allowed}.")
         if not isinstance(entry["data"], str) or not entry["data"]:
             raise ValueError(f"{name}: data is {entry['data']!r}, allowed is the name of a source.")
         for key in ("rows", "repeat"):

@@ -1,10 +1,11 @@
 """Mid-training: the verb `midtrain`."""
 
 import dataclasses
+import functools
 
 from laplacian_heads.train import budget
-from laplacian_heads.train.chat import encode, mixture
-from laplacian_heads.train.data import PackedRows, held_out_rows
+from laplacian_heads.train.chat import conversations, encode
+from laplacian_heads.train.rows import collate_packed, held_out_rows, packed
 from laplacian_heads.train.stage import ConversationRecipe, PackedRecipe, is_finished, load_model, train
 from laplacian_heads.train.tokenizer import token_bytes
 
@@ -27,11 +28,19 @@ def midtrain(recipe: MidtrainRecipe, dry_run: bool = False) -> None:
         return
     model, tokenizer = load_model(recipe.model, recipe.context)
 
-    def sequences(entries):
+    def tokens(messages):
         # A conversation longer than a row goes on in the next one, so none is cut.
-        return (encode(tokenizer, messages, None)["input_ids"] for messages in mixture(entries, recipe.seed))
+        return encode(tokenizer, messages, None)["input_ids"]
 
-    size_of = token_bytes(tokenizer)
-    held_out = held_out_rows(sequences(recipe.held_out), recipe.context, recipe.eval_rows, size_of)
-    rows = PackedRows(lambda: sequences(recipe.data), recipe.context)
-    train("midtrain", recipe, model, tokenizer, rows, held_out, recipe.steps, size_of)
+    stream = functools.partial(
+        conversations, convert=tokens, seed=recipe.seed, window=recipe.shuffle_shards, skip=recipe.skip
+    )
+
+    def rows(number, place):
+        return packed(stream(recipe.data, number=number, streams=recipe.streams), recipe.context, place)
+
+    rows(0, None)  # refuses wrong data before any work
+    measured = packed(stream(recipe.held_out), recipe.context, epochs=1)
+    measured = held_out_rows(measured, recipe.eval_rows, recipe.context)
+    collate = functools.partial(collate_packed, bos=tokenizer.bos_token_id if recipe.mask_documents else None)
+    train("midtrain", recipe, model, tokenizer, rows, measured, recipe.steps, collate, token_bytes(tokenizer))

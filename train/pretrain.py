@@ -1,16 +1,19 @@
 """Pretraining: the verb `pretrain`."""
 
 import dataclasses
-import itertools
+import functools
 
 from transformers import set_seed
 
 from laplacian_heads import sources
 from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
+from laplacian_heads.shards import Part, Shard
 from laplacian_heads.train import budget
-from laplacian_heads.train.data import PackedRows, encode_documents, held_out_rows
+from laplacian_heads.train.prepare import check_prepared
+from laplacian_heads.train.rows import collate_packed, held_out_rows, packed
 from laplacian_heads.train.stage import PackedRecipe, is_finished, load_tokenizer, train
+from laplacian_heads.train.streams import DocumentStream, Stream, dealt_out, text_or_tokens
 from laplacian_heads.train.tokenizer import token_bytes
 
 
@@ -61,19 +64,45 @@ def pretrain(recipe: PretrainRecipe, dry_run: bool = False) -> None:
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.vocab_size)
     if is_finished(recipe):
         return
-    documents = sources.documents(recipe.data)
-    size_of = token_bytes(tokenizer)
-    first = encode_documents(tokenizer, itertools.islice(documents, recipe.held_out))
-    held_out = held_out_rows(first, recipe.context, recipe.eval_rows, size_of)
-    if next(documents, None) is None:
-        raise ValueError(f"data: {recipe.data} has no more than the {recipe.held_out} documents that are held out.")
+    check_prepared(recipe.data, tokenizer)
+    shards, held_out = split(sources.shards(recipe.data), recipe.held_out)
+    shards = dealt_out(shards, recipe.streams, recipe.skip)
 
-    def sequences():
-        return encode_documents(tokenizer, itertools.islice(sources.documents(recipe.data), recipe.held_out, None))
+    def stream(shards, number, streams, window):
+        rows = Stream(
+            shards=shards,
+            number=number,
+            streams=streams,
+            seed=str(recipe.seed),
+            window=window,
+            skip=recipe.skip,
+            convert=text_or_tokens,
+        )
+        return DocumentStream(rows, tokenizer)
 
+    def rows(number, place):
+        return packed(stream(shards, number, recipe.streams, recipe.shuffle_shards), recipe.context, place)
+
+    measured = packed(stream(held_out, 0, 1, 0), recipe.context, epochs=1)
+    measured = held_out_rows(measured, recipe.eval_rows, recipe.context)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     special["eos_token_id"] = [special["eos_token_id"], special["bos_token_id"]]  # another document begins
     set_seed(recipe.seed)
     model = LaplaceGPTForCausalLM(recipe.config(**special))
-    rows = PackedRows(sequences, recipe.context)
-    train("pretrain", recipe, model, tokenizer, rows, held_out, recipe.steps, size_of)
+    collate = functools.partial(collate_packed, bos=tokenizer.bos_token_id if recipe.mask_documents else None)
+    train("pretrain", recipe, model, tokenizer, rows, measured, recipe.steps, collate, token_bytes(tokenizer))
+
+
+def split(shards: list[Shard], held_out: int) -> tuple[list[Shard], list[Shard]]:
+    """What to train on, and what is held out: the last shard or, of a single one, the last rows.
+
+    Raises:
+        ValueError: the single shard has no more rows than are to be held out.
+    """
+    if len(shards) > 1:
+        return shards[:-1], shards[-1:]
+    (shard,) = shards
+    rows = sum(shard.counts)
+    if rows <= held_out:
+        raise ValueError(f"held_out is {held_out}, allowed for {shard.name} is less than its {rows} rows.")
+    return [Part(shard, 0, rows - held_out)], [Part(shard, rows - held_out, rows)]

@@ -1,11 +1,11 @@
 """Supervised fine-tuning on conversations: the verb `sft`."""
 
 import dataclasses
-
-from transformers import DataCollatorForSeq2Seq
+import functools
 
 from laplacian_heads.train import budget
-from laplacian_heads.train.chat import encode, mixture
+from laplacian_heads.train.chat import conversation_count, conversations, encode
+from laplacian_heads.train.rows import IGNORED, collate_padded, one_each
 from laplacian_heads.train.stage import ConversationRecipe, is_finished, load_model, train
 
 
@@ -31,20 +31,27 @@ def sft(recipe: SFTRecipe, dry_run: bool = False) -> None:
         ValueError: a value of the recipe or its data is not allowed, or the folder holds another run.
     """
     if dry_run:
-        budget.report(recipe, recipe.steps(sum(entry["rows"] * entry.get("repeat", 1) for entry in recipe.data)))
+        known = all("rows" in entry for entry in recipe.data)
+        count = sum(entry["rows"] * entry.get("repeat", 1) for entry in recipe.data) if known else None
+        budget.report(recipe, recipe.steps(count or conversation_count(recipe.data)))
         return
     if is_finished(recipe):
         return
     model, tokenizer = load_model(recipe.model, recipe.context)
 
-    def rows(entries):
-        encoded = (encode(tokenizer, messages, recipe.context) for messages in mixture(entries, recipe.seed))
+    def row(messages):
+        encoded = encode(tokenizer, messages, recipe.context)
         # A conversation whose assistant speaks only after the cut would train nothing.
-        return [row for row in encoded if any(label != -100 for label in row["labels"])]
+        return encoded if any(label != IGNORED for label in encoded["labels"][1:]) else None
 
-    conversations = rows(recipe.data)
-    if not conversations:
-        raise ValueError(f"context is {recipe.context}, in which no conversation of data reaches the assistant's turn.")
-    collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
-    steps = recipe.steps(len(conversations))
-    train("sft", recipe, model, tokenizer, conversations, rows(recipe.held_out), steps, collator=collator)
+    stream = functools.partial(
+        conversations, convert=row, seed=recipe.seed, window=recipe.shuffle_shards, skip=recipe.skip
+    )
+
+    def rows(number, place):
+        return one_each(stream(recipe.data, number=number, streams=recipe.streams), place)
+
+    next(rows(0, None))  # refuses wrong data before any work
+    measured = list(one_each(stream(recipe.held_out), epochs=1))
+    collate = functools.partial(collate_padded, pad=tokenizer.pad_token_id)
+    train("sft", recipe, model, tokenizer, rows, measured, recipe.steps(conversation_count(recipe.data)), collate)

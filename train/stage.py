@@ -1,23 +1,30 @@
-"""What the stages of training have in common: their recipe's keys, the trainer, and the folder a run is written to."""
+"""What the stages of training have in common: their recipe's keys, and the folder a run is written to."""
 
+import contextlib
 import dataclasses
-import json
 import math
+import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from filelock import FileLock, Timeout
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from laplacian_heads import recipes
-from laplacian_heads.files import check_model, write
+from laplacian_heads.files import Stopped, check_model, write
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
-from laplacian_heads.train.callbacks import MomentumWarmupCallback
+from laplacian_heads.train import budget
+from laplacian_heads.train.callbacks import MomentumWarmupCallback, TerminationCallback
 from laplacian_heads.train.chat import check_mixture
+from laplacian_heads.train.checkpoints import is_sharded, last_checkpoint, made_whole, read_places
 from laplacian_heads.train.optimizer import MuonAdamW
+from laplacian_heads.train.rows import Batches, Rows
+from laplacian_heads.train.trainer import StageTrainer
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,6 +33,10 @@ class StageRecipe:
 
     output: str
     seed: int
+    streams: int
+    workers: int
+    shuffle_shards: int
+    on_bad_data: str
     context: int
     rows_per_step: int
     batch_size: int
@@ -45,14 +56,14 @@ class StageRecipe:
     report_to: str
 
     def __post_init__(self):
-        for name in ("rows_per_step", "batch_size", "logging_steps", "save_steps"):
+        for name in ("streams", "rows_per_step", "batch_size", "logging_steps", "save_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 1.")
         if self.context < 2:
             raise ValueError(f"context is {self.context}, allowed is at least 2.")
         if self.eval_steps is not None and self.eval_steps < 1:
             raise ValueError(f"eval_steps is {self.eval_steps}, allowed is at least 1, or null for the end only.")
-        for name in ("momentum_warmup_steps", "warmup_steps"):
+        for name in ("momentum_warmup_steps", "warmup_steps", "workers", "shuffle_shards"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 0.")
         for name in ("matrix_lr", "embedding_lr", "head_lr", "max_grad_norm"):
@@ -62,12 +73,30 @@ class StageRecipe:
             raise ValueError(f"decay_share is {self.decay_share}, allowed is a number from 0 to 1.")
         if not self.output:
             raise ValueError("output is '', allowed is the path of a folder.")
-        rows = self.batch_size * PartialState().num_processes
-        if self.rows_per_step % rows:
+        check_on_bad_data(self.on_bad_data)
+        processes = PartialState().num_processes
+        rows = self.batch_size * processes
+        if self.rows_per_step % rows or self.rows_per_step % self.streams:
             raise ValueError(
                 f"rows_per_step is {self.rows_per_step}, allowed are multiples of {rows}, which is batch_size times "
-                f"{PartialState().num_processes} processes."
+                f"{processes} processes, and of streams, {self.streams}."
             )
+        readers = processes * max(self.workers, 1)
+        if self.streams % readers:
+            raise ValueError(
+                f"streams is {self.streams}, allowed are multiples of {readers}, which is {processes} processes times "
+                "workers, at least 1."
+            )
+
+    @property
+    def skip(self) -> bool:
+        return self.on_bad_data == "skip"
+
+
+def check_on_bad_data(value: str) -> None:
+    """Raise ValueError unless it is a value of the key."""
+    if value not in ("stop", "skip"):
+        raise ValueError(f"on_bad_data is {value!r}, allowed is stop or skip.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,13 +106,25 @@ class ConversationRecipe(StageRecipe):
     model: str
     data: list
     held_out: list
+    lora: dict | None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.lora is not None:
+            check_lora(self.lora)
         check_mixture("data", self.data)
         check_mixture("held_out", self.held_out)
         if not self.model:
             raise ValueError(f"model is {self.model!r}, allowed is the folder of a model or its name on the Hub.")
+
+
+def check_lora(lora: dict) -> None:
+    """Raise ValueError unless it is what the key lora may be."""
+    allowed = {"r": int, "alpha": int | float, "targets": str | list, "lr": float}
+    for key in (*allowed, *lora):
+        value = lora.get(key)
+        if key not in allowed or isinstance(value, bool) or not isinstance(value, allowed[key]) or not value:
+            raise ValueError(f"lora.{key} is {value!r}, allowed are r, alpha and lr, numbers above 0, and targets.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,6 +133,7 @@ class PackedRecipe(StageRecipe):
 
     eval_rows: int
     tokens: int
+    mask_documents: bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,34 +148,6 @@ class PackedRecipe(StageRecipe):
     @property
     def steps(self) -> int:
         return self.tokens // (self.rows_per_step * self.context)
-
-
-class StageTrainer(Trainer):
-    """Trainer that measures held-out rows exactly: every target counts the same, whatever row it is in."""
-
-    def __init__(self, *args, token_bytes: list[int] | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """The loss in nats per target and, with token_bytes, the bits per byte of the text that the targets spell."""
-        self.model.eval()
-        totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-        for batch in self.get_eval_dataloader(eval_dataset):
-            batch = self._prepare_inputs(batch)
-            with torch.no_grad(), self.compute_loss_context_manager():
-                nats = self.model(**batch, num_items_in_batch=1).loss
-            targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-            targets = targets[targets != -100].cpu()
-            spelled = 0 if self.token_bytes is None else self.token_bytes[targets].sum()
-            totals += torch.tensor([nats.item(), targets.numel(), spelled], dtype=torch.float64)
-        nats, targets, spelled = self.accelerator.reduce(totals.to(self.args.device)).tolist()
-        metrics = {f"{metric_key_prefix}_loss": nats / max(targets, 1)}
-        if spelled:
-            metrics[f"{metric_key_prefix}_bits_per_byte"] = nats / math.log(2) / spelled
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
 
 
 def has_bf16() -> bool:
@@ -162,11 +176,11 @@ def train(
     recipe: StageRecipe,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    rows: Dataset | IterableDataset,
+    rows: Callable,
     held_out: list[dict],
     steps: int,
+    collate: Callable[[list[dict]], dict],
     token_bytes: list[int] | None = None,
-    collator=None,
 ) -> None:
     """Train a model, from its last checkpoint if there is one, and write it to the recipe's output folder.
 
@@ -175,25 +189,54 @@ def train(
 
     Args:
         stage: name of the stage, for the results.
-        rows: what to train on; held_out: what to measure the loss on.
+        rows: what to train on, as `Rows` takes it; held_out: what to measure the loss on.
         steps: number of optimizer steps.
+        collate: makes a batch of rows.
         token_bytes: bytes each token stands for, for bits per byte; None where the targets are no running text.
-        collator: makes a batch of rows; None is for rows of equal length.
 
     Raises:
-        ValueError: the loss is no longer a number.
+        ValueError: the loss is no longer a number, or another process trains in this folder.
+        Stopped: the process was asked to terminate; a checkpoint has been written.
     """
     output = Path(recipe.output).expanduser()
     output.mkdir(parents=True, exist_ok=True)
-    recipes.write(output / "recipe.yaml", recipe)
+    state = PartialState()
+    lock = FileLock(output / ".lock", timeout=0)
+    try:
+        with lock if state.is_main_process else contextlib.nullcontext():
+            _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes)
+    except Timeout:
+        raise ValueError(f"output: another process is training in {output}.") from None
+    if state.is_main_process:
+        (output / ".lock").unlink(missing_ok=True)
+
+
+def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes):
+    state = PartialState()
+    if state.is_main_process:
+        recipes.write(output / "recipe.yaml", recipe)
+    config = model.config
+    lora = getattr(recipe, "lora", None)
+    if lora:
+        model = with_lora(model, lora)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lora["lr"], fused=True)
+    else:
+        optimizer = MuonAdamW(model, recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr)
+    last, saved = last_checkpoint(output)
+    batches = Batches(
+        Rows(rows, recipe.streams, state.process_index, state.num_processes, read_places(last)),
+        recipe.batch_size,
+        recipe.workers,
+        collate,
+    )
+    termination = TerminationCallback()
     trainer = StageTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(output),
             max_steps=steps,
             per_device_train_batch_size=recipe.batch_size,
-            per_device_eval_batch_size=recipe.batch_size,
-            gradient_accumulation_steps=recipe.rows_per_step // (recipe.batch_size * PartialState().num_processes),
+            gradient_accumulation_steps=recipe.rows_per_step // (recipe.batch_size * state.num_processes),
             lr_scheduler_type="warmup_stable_decay",
             warmup_steps=recipe.warmup_steps,
             lr_scheduler_kwargs={"num_decay_steps": round(steps * recipe.decay_share), "decay_type": "linear"},
@@ -204,70 +247,107 @@ def train(
             **({"gradient_checkpointing": True} if recipe.gradient_checkpointing else {}),
             use_cpu=not torch.accelerator.is_available(),
             seed=recipe.seed,
+            ignore_data_skip=True,  # the data go on at their places
             logging_steps=recipe.logging_steps,
+            logging_nan_inf_filter=False,  # which hides what ends a run
             eval_strategy="no" if recipe.eval_steps is None else "steps",
             eval_steps=recipe.eval_steps,
             save_steps=recipe.save_steps,
-            save_total_limit=1,
-            dataloader_pin_memory=torch.cuda.is_available(),
             include_num_input_tokens_seen="non_padding",
             remove_unused_columns=False,  # shift_labels is a keyword of the loss, not an argument of forward
             report_to=recipe.report_to,
         ),
-        optimizers=(MuonAdamW(model, recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr), None),
-        callbacks=[MomentumWarmupCallback(recipe.momentum_warmup_steps)],
-        train_dataset=rows,
+        optimizers=(optimizer, None),
+        callbacks=[MomentumWarmupCallback(recipe.momentum_warmup_steps), termination],
         eval_dataset=held_out,
         processing_class=tokenizer,
-        data_collator=collator,
+        data_collator=collate,
+        batches=batches,
+        termination=termination,
         token_bytes=token_bytes,
+        flops=budget.flops_per_token(config, recipe.context),
     )
-    last, state = last_checkpoint(output)
     if last:
-        print(f"going on at step {state['global_step']} of {steps}")
+        print(f"going on at step {saved['global_step']} of {steps}")
+        if is_sharded(last) and not trainer.is_fsdp_enabled:
+            last = made_whole(last, trainer.unfinished / "whole", model, optimizer)
+        elif trainer.is_fsdp_enabled and not is_sharded(last):
+            raise ValueError(f"{last} was not written by FSDP, so FSDP cannot go on from it; give another output=.")
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=last)
-    seconds = time.perf_counter() - started
-    metrics = trainer.evaluate()
+    with termination.listening():
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        if trainer.state.global_step < steps:
+            raise Stopped(
+                f"{output}: stopped after step {trainer.state.global_step} of {steps}, which is saved; the same "
+                "command goes on from there."
+            )
+        seconds = time.perf_counter() - started
+        metrics = trainer.evaluate()
+    if not metrics:
+        raise Stopped(f"{output}: stopped while measuring; the training is saved, and the same command goes on there.")
     if not math.isfinite(metrics["eval_loss"]):
         raise ValueError(f"The held-out loss is {metrics['eval_loss']}; delete {output} and give lower learning rates.")
 
     tokens = trainer.state.num_input_tokens_seen
     results = {
         "stage": stage,
-        "laplacian_heads": model.config.laplacian_heads,
-        "parameters": model.num_parameters(),
+        "laplacian_heads": config.laplacian_heads,
+        "parameters": budget.parameters(config),
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": (tokens - state.get("num_input_tokens_seen", 0)) / seconds,
+        "tokens_per_second": (tokens - saved.get("num_input_tokens_seen", 0)) / seconds,
+        "peak_memory_gb": peak_memory() / 1e9,
         "loss": metrics["eval_loss"],
         "bits_per_byte": metrics.get("eval_bits_per_byte"),
         "seed": recipe.seed,
     }
-    trainer.save_model(str(output))
+    save_model(trainer, output)
     trainer.save_state()
-    if trainer.is_world_process_zero():
-        (output / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
+    if state.is_main_process:
+        tokenizer.save_pretrained(output)
         write(output / "results.json", results)
-        for path in output.glob("checkpoint-*"):
-            shutil.rmtree(path)
+        for path in (*output.glob("checkpoint-*"), trainer.unfinished):
+            shutil.rmtree(path, ignore_errors=True)
         figure = f"held-out loss {results['loss']:.4f} nats per target"
         if results["bits_per_byte"] is not None:
             figure = f"{results['bits_per_byte']:.4f} bits per byte"
-        print(f"{output}: {figure}, {results['tokens_per_second']:,.0f} tokens/s")
+        speed = f"{results['tokens_per_second']:,.0f} tokens/s"
+        print(f"{output}: {figure}, {speed}, peak memory {results['peak_memory_gb']:.1f} GB")
 
 
-def last_checkpoint(output: Path) -> tuple[str | None, dict]:
-    """The newest complete checkpoint and its state; (None, {}) if there is none. Trainer writes its own state last."""
-    complete = {}
-    for path in output.glob("checkpoint-*/trainer_state.json"):
-        try:
-            state = json.loads(path.read_text())
-        except ValueError:
-            continue  # cut off while it was written
-        complete[state["global_step"]] = str(path.parent), state
-    return complete[max(complete)] if complete else (None, {})
+def with_lora(model: PreTrainedModel, lora: dict) -> PeftModel:
+    """A model whose matrices stay as they are but for what LoRA adds.
+
+    Args:
+        lora: r, alpha, targets (names of modules, or "all-linear"), and lr, which is the optimizer's.
+    """
+    config = LoraConfig(
+        r=lora["r"], lora_alpha=lora["alpha"], target_modules=lora["targets"], task_type="CAUSAL_LM", bias="none"
+    )
+    return get_peft_model(model, config)
+
+
+def save_model(trainer: StageTrainer, output: Path) -> None:
+    """Write the model as one that `from_pretrained` loads, from whatever pieces it is in; an adapter also beside it."""
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if not PartialState().is_main_process:
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = model.config
+    if isinstance(model, PeftModel):
+        model.save_pretrained(output / "adapter")
+        weights = model.merge_and_unload().state_dict()
+    with torch.device("meta"):  # without what wrapping has made of its class
+        model = LaplaceGPTForCausalLM(config)
+    model.save_pretrained(output, state_dict=weights)
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most: on the GPU if there is one, else in main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:

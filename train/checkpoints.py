@@ -1,0 +1,60 @@
+"""Checkpoints: the newest of a run, and one that many processes wrote in pieces made whole for a single one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from accelerate.utils import merge_fsdp_weights
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from transformers import PreTrainedModel
+
+PLACES = "places.json"  # where each stream of the data goes on
+
+
+def last_checkpoint(output: Path) -> tuple[Path | None, dict]:
+    """The newest checkpoint of a run and its trainer's state; (None, {}) if there is none."""
+    found = {int(path.name.rpartition("-")[2]): path for path in output.glob("checkpoint-*") if path.is_dir()}
+    if not found:
+        return None, {}
+    path = found[max(found)]
+    return path, json.loads((path / "trainer_state.json").read_text())
+
+
+def read_places(checkpoint: Path | None) -> dict[int, dict]:
+    """Where each stream goes on after a checkpoint, by its number."""
+    if checkpoint is None:
+        return {}
+    return {int(number): place for number, place in json.loads((checkpoint / PLACES).read_text()).items()}
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether FSDP wrote it in pieces."""
+    return (checkpoint / "pytorch_model_fsdp_0").is_dir()
+
+
+def made_whole(checkpoint: Path, whole: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Path:
+    """Write what FSDP saved in pieces as a single process saves it.
+
+    Args:
+        checkpoint: what to read. whole: folder to write.
+        model, optimizer: of the run; their values do not matter, and the optimizer's change.
+
+    Returns:
+        The folder.
+    """
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        if path.is_file():
+            shutil.copy(path, whole)
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(whole))
+    pieces = whole / "optimizer.pieces"
+    dcp_to_torch_save(checkpoint / "optimizer_0", pieces)
+    # tensors, numbers and strings by the names of parameters
+    state = torch.load(pieces, weights_only=True)
+    set_optimizer_state_dict(model, optimizer, state.get("optimizer", state))
+    torch.save(optimizer.state_dict(), whole / "optimizer.pt")
+    pieces.unlink()
+    return whole
