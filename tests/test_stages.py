@@ -159,6 +159,7 @@ def test_evaluation_counts_every_target_once(runs, tmp_path, batch_size):
         ),
         eval_dataset=rows,
         data_collator=collate_packed,
+        optimizer=None,
         batches=None,
         termination=TerminationCallback(),
         flops=1,

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers.utils import logging
 
 from laplacian_heads import recipes
 from laplacian_heads.files import Stopped, check_model, write
@@ -74,7 +75,7 @@ class StageRecipe:
         if not self.output:
             raise ValueError("output is '', allowed is the path of a folder.")
         check_on_bad_data(self.on_bad_data)
-        processes = PartialState().num_processes
+        processes = this_process().num_processes
         rows = self.batch_size * processes
         if self.rows_per_step % rows or self.rows_per_step % self.streams:
             raise ValueError(
@@ -91,6 +92,11 @@ class StageRecipe:
     @property
     def skip(self) -> bool:
         return self.on_bad_data == "skip"
+
+
+def this_process() -> PartialState:
+    """Which process of the run this is, and of how many. Without a GPU, several are connected only if asked for so."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def check_on_bad_data(value: str) -> None:
@@ -200,10 +206,13 @@ def train(
     """
     output = Path(recipe.output).expanduser()
     output.mkdir(parents=True, exist_ok=True)
-    state = PartialState()
-    lock = FileLock(output / ".lock", timeout=0)
+    state = this_process()
+    # Workers of a killed run have its lock until they notice, within five seconds.
+    lock = FileLock(output / ".lock", timeout=10)
     try:
         with lock if state.is_main_process else contextlib.nullcontext():
+            if is_finished(recipe):  # by a process that had the lock until now
+                return
             _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes)
     except Timeout:
         raise ValueError(f"output: another process is training in {output}.") from None
@@ -212,9 +221,10 @@ def train(
 
 
 def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes):
-    state = PartialState()
+    state = this_process()
     if state.is_main_process:
         recipes.write(output / "recipe.yaml", recipe)
+    logging.disable_progress_bar()  # one for each file of a checkpoint, across that of the training
     config = model.config
     lora = getattr(recipe, "lora", None)
     if lora:
@@ -257,11 +267,11 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
             remove_unused_columns=False,  # shift_labels is a keyword of the loss, not an argument of forward
             report_to=recipe.report_to,
         ),
-        optimizers=(optimizer, None),
         callbacks=[MomentumWarmupCallback(recipe.momentum_warmup_steps), termination],
         eval_dataset=held_out,
         processing_class=tokenizer,
         data_collator=collate,
+        optimizer=optimizer,
         batches=batches,
         termination=termination,
         token_bytes=token_bytes,
@@ -331,7 +341,7 @@ def with_lora(model: PreTrainedModel, lora: dict) -> PeftModel:
 def save_model(trainer: StageTrainer, output: Path) -> None:
     """Write the model as one that `from_pretrained` loads, from whatever pieces it is in; an adapter also beside it."""
     weights = trainer.accelerator.get_state_dict(trainer.model)
-    if not PartialState().is_main_process:
+    if not this_process().is_main_process:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = model.config

@@ -20,6 +20,7 @@ class StageTrainer(Trainer):
     """Trainer over streamed batches.
 
     Args:
+        optimizer: made before FSDP has its share of the weights, which it then takes over.
         batches: what to train on.
         termination: knows whether the process was asked to end.
         flops: floating-point operations for one token, forward and backward.
@@ -29,6 +30,7 @@ class StageTrainer(Trainer):
     def __init__(
         self,
         *args,
+        optimizer: torch.optim.Optimizer,
         batches: Batches,
         termination: TerminationCallback,
         flops: int,
@@ -36,12 +38,16 @@ class StageTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.optimizer = optimizer  # Trainer's own argument for it is refused under FSDP
         self.batches, self.termination, self.flops = batches, termination, flops
         self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
         self.unfinished = Path(self.args.output_dir) / ".unfinished"
         self.finite = torch.tensor(True, device=self.args.device)
         self.device_flops = None
         self.logged = None  # time, tokens and seconds waited for data, at the last line of the log
+
+    def create_optimizer(self, model=None):
+        return self.optimizer
 
     def get_train_dataloader(self):
         return self.batches
