@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.__main__ import main
 from laplacian_heads.train import budget, stage
-from laplacian_heads.train.callbacks import MomentumWarmupCallback, TerminationCallback
-from laplacian_heads.train.optimizer import MuonAdamW
+from laplacian_heads.train.callbacks import TerminationCallback
 from laplacian_heads.train.rows import collate_packed
 from laplacian_heads.train.sft import SFTRecipe, sft
 from laplacian_heads.train.trainer import StageTrainer
@@ -178,59 +177,6 @@ def test_evaluation_counts_every_target_once(runs, tmp_path, batch_size):
                 spelled += sizes[target]
     assert metrics["eval_loss"] == pytest.approx(nats / targets, rel=1e-5)
     assert metrics["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / spelled, rel=1e-5)
-
-
-def _steps(optimizers, model, count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_muon_and_adamw_as_one_are_the_two(tied, tmp_path):
-    """Also when a state that was saved is loaded in between."""
-
-    def build():
-        torch.manual_seed(0)
-        return LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL, tie_word_embeddings=tied))
-
-    separate, joined = build(), build()
-    scale = (32 / 768) ** -0.5
-    embedding, head = separate.model.embed_tokens.weight, separate.lm_head.weight
-    matrices = [p for p in separate.parameters() if p is not embedding and p is not head]
-    groups = [{"params": [embedding], "lr": 0.2 * scale}]
-    if not tied:
-        groups.append({"params": [head], "lr": 0.004 * scale})
-    two = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.95, nesterov=True),
-        torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True),
-    ]
-    one = MuonAdamW(joined, 0.02, 0.2, 0.004)
-    _steps(two, separate, 3, 1)
-    _steps([one], joined, 3, 1)
-    torch.save(one.state_dict(), tmp_path / "state.pt")
-    one = MuonAdamW(joined, 0.02, 0.2, 0.004)
-    one.load_state_dict(torch.load(tmp_path / "state.pt"))
-    _steps(two, separate, 2, 2)
-    _steps([one], joined, 2, 2)
-    for (name, expected), found in zip(separate.named_parameters(), joined.parameters(), strict=True):
-        assert torch.equal(expected, found), name
-
-
-@pytest.mark.parametrize(
-    ("steps", "step", "momentum"), [(300, 0, 0.85), (300, 150, 0.9), (300, 900, 0.95), (0, 0, 0.95)]
-)
-def test_momentum_rises_as_nanochats(steps, step, momentum):
-    model = LaplaceGPTForCausalLM(LaplaceGPTConfig(**SMALL))
-    optimizer = MuonAdamW(model, 0.02, 0.2, 0.004)
-    state = Trainer(model, TrainingArguments("unused", report_to="none", use_cpu=True)).state
-    state.global_step = step
-    MomentumWarmupCallback(steps).on_step_begin(None, state, None, optimizer=optimizer)
-    assert optimizer.param_groups[0]["momentum"] == pytest.approx(momentum)
-    assert "momentum" not in optimizer.param_groups[1]
 
 
 def test_budget_of_d20_is_the_published_one(capsys, tmp_path, monkeypatch):
