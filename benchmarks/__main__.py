@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks import stages
+
 ROOT = Path(__file__).parents[1]
 
 SHAPE = {"vocab_size": 65536, "width": 512, "layers": 8, "heads": 4, "rows": 4, "tokens": 512}
@@ -109,6 +111,8 @@ def main() -> None:
         _, none, half = (worker.median("seconds") for worker in workers.values())
         lines += [f"## Model {how}", "", *table(workers, "transformers' NanoChat"), ""]
         lines += [f"Laplacian heads against none: {half / none:.3f} of the step time.", ""]
+    print("stages", flush=True)
+    lines += stages.lines(options.repeats)
     options.output.write_text("\n".join(lines))
     print("\n".join(lines))
 

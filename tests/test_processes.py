@@ -94,6 +94,14 @@ def test_two_processes_have_the_losses_of_one(root, tmp_path, kind, verb):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in (root / verb).iterdir()}
 
 
+def test_mixed_precision_of_shared_weights_does_not_round_the_loss(root, tmp_path):
+    """accelerate's policy for FSDP2 returns it in bfloat16, which has eight bits."""
+    runs = tmp_path / "one", tmp_path / "two"
+    assert main([*command(root, "pretrain", runs[0]), "bf16=true"]) == 0
+    finish(launched("fsdp2", [*command(root, "pretrain", runs[1]), "bf16=true"]))
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=5e-4)
+
+
 def kill_all(process):
     children = psutil.Process(process.pid).children(recursive=True)
     for each in (process, *children):

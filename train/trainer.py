@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm.auto import tqdm
 from transformers import Trainer
 
@@ -39,6 +40,10 @@ class StageTrainer(Trainer):
     ):
         super().__init__(*args, **kwargs)
         self.optimizer = optimizer  # Trainer's own argument for it is refused under FSDP
+        if self.is_fsdp_enabled and self.args.bf16:
+            # Else gradients are summed, and the loss rounded, in bfloat16.
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         self.batches, self.termination, self.flops = batches, termination, flops
         self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
         self.unfinished = Path(self.args.output_dir) / ".unfinished"
