@@ -104,7 +104,7 @@ def _features(entries: int) -> datasets.Features:
 
 def _encode(shard, first: int, stop: int, path: str, skip: bool) -> None:
     """Write the tokens of a shard's rows into an Arrow file, which appears when it is complete."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(path).parent)
+    tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, trust_remote_code=False)
     schema = _features(len(tokenizer)).arrow_schema
     stream = Stream(shards=[Part(shard, first, stop)], seed="", window=0, skip=skip, convert=text_or_tokens)
     sequences = (ids for ids, _ in DocumentStream(stream, tokenizer).sequences(epochs=1))
@@ -131,6 +131,6 @@ def check_prepared(data: str | list[str], tokenizer) -> None:
     for source in sources.listed(data):
         path = Path(source).expanduser() / "tokenizer.json"
         if path.is_file():
-            written = AutoTokenizer.from_pretrained(path.parent).backend_tokenizer.to_str()
+            written = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False).backend_tokenizer.to_str()
             if written != tokenizer.backend_tokenizer.to_str():
                 raise ValueError(f"data: {source} was prepared with another tokenizer; give tokenizer={source}.")

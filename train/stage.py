@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from laplacian_heads import recipes
@@ -228,6 +228,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
     config = model.config
     lora = getattr(recipe, "lora", None)
     if lora:
+        set_seed(recipe.seed)  # for what LoRA adds
         model = with_lora(model, lora)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lora["lr"], fused=True)
     else:
