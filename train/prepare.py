@@ -104,7 +104,8 @@ def _features(entries: int) -> datasets.Features:
 
 def _encode(shard, first: int, stop: int, path: str, skip: bool) -> None:
     """Write the tokens of a shard's rows into an Arrow file, which appears when it is complete."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, trust_remote_code=False)
+    folder = Path(path).parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     schema = _features(len(tokenizer)).arrow_schema
     stream = Stream(shards=[Part(shard, first, stop)], seed="", window=0, skip=skip, convert=text_or_tokens)
     sequences = (ids for ids, _ in DocumentStream(stream, tokenizer).sequences(epochs=1))
