@@ -163,6 +163,27 @@ def test_asked_to_terminate_it_saves_and_goes_on_later(root, tmp_path, workers):
     assert logged(output) == logged(whole)
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+@pytest.mark.parametrize("moment", ["save_model", "evaluate"])
+def test_killed_after_the_last_step_it_only_measures_and_writes(root, tmp_path, monkeypatch, verb, moment):
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert main(command(root, verb, whole, "eval_steps=null")) == 0
+
+    def kill(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage if moment == "save_model" else stage.StageTrainer, moment, kill)
+        assert main(command(root, verb, output, "eval_steps=null")) == 130
+    assert last_checkpoint(output)[1]["global_step"] == STEPS
+    assert main(command(root, verb, output, "eval_steps=null")) == 0
+    one, other = (load_file(folder / "model.safetensors") for folder in (output, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    one, other = (json.loads((folder / "results.json").read_text()) for folder in (output, whole))
+    for key in ("loss", "bits_per_byte", "tokens", "steps"):
+        assert one[key] == other[key]
+
+
 class AtStep(TrainerCallback):
     def __init__(self, step, do):
         self.step, self.do = step, do

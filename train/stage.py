@@ -273,7 +273,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
         processing_class=tokenizer,
         data_collator=collate,
         optimizer=optimizer,
-        batches=batches,
+        batches=None if saved.get("global_step") == steps else batches,
         termination=termination,
         token_bytes=token_bytes,
         flops=budget.flops_per_token(config, recipe.context),

@@ -22,7 +22,7 @@ class StageTrainer(Trainer):
 
     Args:
         optimizer: made before FSDP has its share of the weights, which it then takes over.
-        batches: what to train on.
+        batches: what to train on; None where the checkpoint to go on from is of the last step.
         termination: knows whether the process was asked to end.
         flops: floating-point operations for one token, forward and backward.
         token_bytes: bytes each token stands for, for bits per byte.
@@ -32,7 +32,7 @@ class StageTrainer(Trainer):
         self,
         *args,
         optimizer: torch.optim.Optimizer,
-        batches: Batches,
+        batches: Batches | None,
         termination: TerminationCallback,
         flops: int,
         token_bytes: list[int] | None = None,
@@ -55,7 +55,7 @@ class StageTrainer(Trainer):
         return self.optimizer
 
     def get_train_dataloader(self):
-        return self.batches
+        return [] if self.batches is None else self.batches
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
