@@ -5,8 +5,9 @@ import functools
 
 from laplacian_heads.train import budget
 from laplacian_heads.train.chat import conversations, encode
+from laplacian_heads.train.recipe import ConversationRecipe, PackedRecipe
 from laplacian_heads.train.rows import collate_packed, held_out_rows, packed
-from laplacian_heads.train.stage import ConversationRecipe, PackedRecipe, is_finished, load_model, train
+from laplacian_heads.train.stage import is_finished, load_model, train
 from laplacian_heads.train.tokenizer import token_bytes
 
 

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from laplacian_heads import recipes, sources
 from laplacian_heads.files import write
 from laplacian_heads.shards import Part
-from laplacian_heads.train.stage import check_on_bad_data, load_tokenizer
+from laplacian_heads.train.recipe import check_on_bad_data
+from laplacian_heads.train.stage import load_tokenizer
 from laplacian_heads.train.streams import DocumentStream, Stream, text_or_tokens
 
 ROWS = 50_000  # of a shard that become a file of their own at most: what a killed run does again
