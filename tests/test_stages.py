@@ -107,6 +107,38 @@ def test_diverged_run_is_not_accepted(runs, tmp_path, capsys, verb):
     assert not (tmp_path / "run/results.json").exists()
 
 
+def test_log_has_what_a_run_is_watched_by(runs, tmp_path):
+    """In the log of every stage, and where it is reported to."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for verb in ("midtrain", "pretrain", "sft"):
+        log = json.loads((runs / verb / "trainer_state.json").read_text())["log_history"]
+        line = [entry for entry in log if "loss" in entry][-1]
+        rates = {"learning_rate", "embedding_learning_rate", "head_learning_rate"}
+        assert {"grad_norm", "tokens_per_second", "flop_utilisation", "data_wait_share", "hours_left", *rates} <= set(
+            line
+        )
+        assert 0 < line["flop_utilisation"] < 1
+        assert 0 <= line["data_wait_share"] < 1
+        assert line["hours_left"] == 0
+    overrides = "report_to=tensorboard", "eval_steps=2"
+    assert main(command("pretrain", runs, tmp_path / "run", *overrides)) == 0
+    found = set()
+    for events in (tmp_path / "run").rglob("events.out.tfevents.*"):
+        accumulator = EventAccumulator(str(events))
+        accumulator.Reload()
+        found |= set(accumulator.Tags()["scalars"])
+    assert {"train/loss", "train/flop_utilisation", "train/head_learning_rate", "eval/bits_per_byte"} <= found
+
+
+def test_reporting_to_what_is_not_there_is_refused(runs, tmp_path, capsys, monkeypatch):
+    assert main(command("pretrain", runs, tmp_path / "run", "report_to=excel")) == 1
+    assert "report_to is 'excel', allowed are none, tensorboard, wandb, trackio" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(command("pretrain", runs, tmp_path / "run", "report_to=wandb")) == 1
+    assert "report_to is wandb, which is not installed: pip install wandb" in capsys.readouterr().err
+
+
 def test_tokenizer_larger_than_the_model_is_refused(runs, tmp_path, capsys):
     assert main(command("pretrain", runs, tmp_path / "run", "vocab_size=280")) == 1
     assert "has 300 entries, the model only 280" in capsys.readouterr().err

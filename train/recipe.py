@@ -1,12 +1,15 @@
 """Keys that the recipes of the stages share, and which values they may have."""
 
 import dataclasses
+import importlib.util
 import math
 
 import torch
 from accelerate import PartialState
 
 from laplacian_heads.train.chat import check_mixture
+
+REPORTS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,6 +59,10 @@ class StageRecipe:
         if not self.output:
             raise ValueError("output is '', allowed is the path of a folder.")
         check_on_bad_data(self.on_bad_data)
+        if self.report_to not in ("none", *REPORTS):
+            raise ValueError(f"report_to is {self.report_to!r}, allowed are none, {', '.join(REPORTS)}.")
+        if self.report_to != "none" and importlib.util.find_spec(self.report_to) is None:
+            raise ValueError(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}.")
         processes = this_process().num_processes
         rows = self.batch_size * processes
         if self.rows_per_step % rows or self.rows_per_step % self.streams:

@@ -1,0 +1,74 @@
+"""The stages on datasets by their names on the Hub, streamed from one on this machine that has some of their rows."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import LOOPBACK_HUB
+
+from laplacian_heads.train.checkpoints import last_checkpoint
+
+SEED = LOOPBACK_HUB.parents[1] / "hub"
+COMMON = ["context=128", "streams=4", "rows_per_step=4", "batch_size=4", "logging_steps=1", "shuffle_shards=2"]
+SMALL = ["vocab_size=400", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1"]
+MIXTURE = """[
+    {data: HuggingFaceTB/smol-smoltalk, rows: 200},
+    {data: "cais/mmlu:all:auxiliary_train", rows: 200},
+    {data: "openai/gsm8k:main", rows: 100, repeat: 2},
+    {data: "allenai/ai2_arc:ARC-Easy", rows: 100},
+    {data: "allenai/ai2_arc:ARC-Challenge", rows: 100},
+]""".replace("\n", "")
+HELD_OUT = '[{data: "HuggingFaceTB/smol-smoltalk::test", rows: 20}, {data: "openai/gsm8k:main:test", rows: 20}]'
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def seeded_hub(tmp_path_factory):
+    """The environment of a process that is to use it."""
+    if not SEED.is_dir():
+        pytest.skip("the Hub for tests and its rows, shared/ beside the repository, are not here")
+    root = tmp_path_factory.mktemp("hub")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, LOOPBACK_HUB, root / "hub", str(port), "--seed", SEED]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout.readline().startswith("ready")
+        yield {
+            **os.environ,
+            **{"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+            **{"HF_TOKEN": "hf_x", "HF_HOME": str(root / "home")},
+        }
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def run(env, folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "laplacian_heads", *arguments], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_stage_streams_its_datasets(seeded_hub, tmp_path, workers):
+    text = "data=HuggingFaceFW/fineweb-edu"
+    run(seeded_hub, tmp_path, "tokenizer", text, "vocab_size=400", "context=128", "max_characters=100_000")
+    train = [*COMMON, f"workers={workers}"]
+    run(seeded_hub, tmp_path, "pretrain", text, *train, *SMALL, "tokens=10_240", "eval_rows=4", "save_steps=5")
+    mixtures = [f"data={MIXTURE}", f"held_out={HELD_OUT}"]
+    run(seeded_hub, tmp_path, "midtrain", *train, *mixtures, "tokens=10_240", "eval_rows=4")
+    run(seeded_hub, tmp_path, "sft", *train, *mixtures)
+    for stage in ("pretrain", "midtrain", "sft"):
+        folder = tmp_path / "runs/gpt_tiny" / stage
+        assert json.loads((folder / "results.json").read_text())["stage"] == stage
+        assert last_checkpoint(folder) == (None, {})
+    # nothing of them was fetched as a whole
+    assert not list((tmp_path / "home").rglob("*.arrow"))
