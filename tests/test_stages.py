@@ -1,5 +1,6 @@
 """The stages of training: optimizer, schedule, exact measurement, resuming, and what a run needs."""
 
+import importlib
 import itertools
 import json
 import math
@@ -144,12 +145,40 @@ def test_tokenizer_larger_than_the_model_is_refused(runs, tmp_path, capsys):
     assert "has 300 entries, the model only 280" in capsys.readouterr().err
 
 
-def test_learning_rate_is_constant_and_then_linear(runs):
-    log = json.loads((runs / "pretrain/trainer_state.json").read_text())["log_history"]
-    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
-    decay = round(STEPS * 0.4)
-    expected = [0.015 * min(1, (STEPS - step) / decay) for step in range(STEPS)]
-    assert rates == pytest.approx(expected)
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
+def test_learning_rates_are_constant_and_then_linear(runs, verb):
+    """As nanochat's get_lr_multiplier: (steps - step) / decay steps in the last ones, and 1 before."""
+    recipe = recipes.read(runs / verb / "recipe.yaml")
+    log = json.loads((runs / verb / "trainer_state.json").read_text())["log_history"]
+    decay, scale = round(STEPS * recipe["decay_share"]), (32 / 768) ** -0.5
+    multipliers = [min(1, (STEPS - step) / decay) for step in range(STEPS)]
+    for name, rate in (
+        ("learning_rate", recipe["matrix_lr"]),
+        ("embedding_learning_rate", recipe["embedding_lr"] * scale),
+        ("head_learning_rate", recipe["head_lr"] * scale),
+    ):
+        found = [entry[name] for entry in log if "loss" in entry]
+        assert found == pytest.approx([rate * multiplier for multiplier in multipliers])
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "decay", "clipping"),
+    [("pretrain", 21_400, 4_280, 1.0), ("midtrain", 765, 153, 0.0), ("sft", 701, 701, 0.0)],
+)
+def test_schedule_of_d20_is_nanochats(name, steps, decay, clipping):
+    """karpathy/nanochat at 01f5f10: 20 % of pretraining and mid-training, and all of SFT, at falling rates."""
+    module = importlib.import_module(f"laplacian_heads.train.{name}")
+    classes = {"pretrain": "PretrainRecipe", "midtrain": "MidtrainRecipe", "sft": "SFTRecipe"}
+    recipe = recipes.load(getattr(module, classes[name]), f"gpt_d20_{name}")
+    rows = 0 if name != "sft" else sum(entry["rows"] * entry.get("repeat", 1) for entry in recipe.data)
+    found = recipe.steps(rows) if name == "sft" else recipe.steps
+    assert (found, round(found * recipe.decay_share)) == (steps, decay)
+    assert recipe.max_grad_norm == clipping
+    share = 0.02 if name == "sft" else 1
+    rates = recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr
+    assert rates == pytest.approx((0.02 * share, 0.2 * share, 0.004 * share))
+    assert recipe.warmup_steps == 0
+    assert recipe.rows_per_step * recipe.context == (524_288 if name != "sft" else 32 * 2048)
 
 
 def test_sft_learns_only_what_the_assistant_says(runs, tmp_path, monkeypatch):

@@ -57,6 +57,10 @@ class StageTrainer(Trainer):
     def get_train_dataloader(self):
         return [] if self.batches is None else self.batches
 
+    def _get_learning_rate(self):
+        self.rates = self.lr_scheduler.get_last_lr()  # of all groups, before the scheduler's step
+        return super()._get_learning_rate()
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite &= loss.isfinite()  # read only where the device is waited for anyway
@@ -127,8 +131,7 @@ class StageTrainer(Trainer):
     def log(self, logs, start_time=None):
         if "grad_norm" in logs:
             logs = {**logs, **self._speed()}
-            rates = self.lr_scheduler.get_last_lr()
-            logs.update(zip(("embedding_learning_rate", "head_learning_rate"), rates[1:], strict=False))
+            logs.update(zip(("embedding_learning_rate", "head_learning_rate"), self.rates[1:], strict=False))
         super().log(logs, start_time)
 
     def _speed(self) -> dict[str, float]:
