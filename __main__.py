@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.traceback:
             raise
     except KeyboardInterrupt:
-        status, message = 130, "interrupted; the same command goes on at the last checkpoint."
+        status, message = 130, "interrupted; the same command goes on from what is saved."
     # Out here the exception is gone, and with it the progress bar of the work it ended.
     print(f"laplacian-heads {options.verb}: {message}", file=sys.stderr)
     return status

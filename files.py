@@ -17,6 +17,14 @@ def write(path: Path, content: str | dict) -> None:
     part.replace(path)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those it lies in. Raises ValueError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output: the folder {path} cannot be made ({error.strerror}).") from error
+
+
 def check_model(model: str) -> None:
     """Raise ValueError for what is no folder and looks like one, before it is looked for on the Hub."""
     path = Path(model)

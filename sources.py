@@ -121,6 +121,10 @@ def text_of(row: dict) -> str:
         raise ValueError(f"data: a row has no column 'text', its columns are {', '.join(row)}.")
     elif not isinstance(text, str | None):
         raise ValueError(f"data: a row has {str(text)[:50]!r} in the column 'text', allowed is text.")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"data: a row has a character that is none, {error.object[error.start]!a}.") from error
     return text or ""
 
 

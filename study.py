@@ -10,7 +10,7 @@ from laplacian_heads import recipes
 from laplacian_heads.eval import compare
 from laplacian_heads.eval.geometry import GeometryRecipe, geometry
 from laplacian_heads.eval.harness import EvalRecipe, evaluate
-from laplacian_heads.files import write
+from laplacian_heads.files import make_folder, write
 from laplacian_heads.hub_upload import UploadRecipe, upload
 from laplacian_heads.train.midtrain import MidtrainRecipe, midtrain
 from laplacian_heads.train.pretrain import PretrainRecipe, pretrain
@@ -68,7 +68,7 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
         stages += _stages(recipe, output, folder, heads)  # refuses wrong values before any work
     if not dry_run:
         recipes.check_output(output, recipe)
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         recipes.write(output / "recipe.yaml", recipe)
 
     started = time.perf_counter()

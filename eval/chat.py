@@ -83,6 +83,8 @@ def chat(recipe: ChatRecipe, dry_run: bool = False) -> None:
     set_seed(recipe.seed)
 
     messages = []
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text
     prompt = "> " if sys.stdin.isatty() else ""
     if prompt:
         print("An empty line or exit ends the conversation.")

@@ -34,9 +34,10 @@ def read(folders: list[Path]) -> dict:
         folders: those of one run's stages, such as pretraining's, which knows bits per byte, and then SFT's.
 
     Returns:
-        laplacian_heads, bits_per_byte, tokens_per_second, seed, within_sequence_share and components_99 of the last
-        layer: None where unknown. scores: {task: (score, standard error or None)}. chance: {task: score of guessing}.
-        layers: the geometry of each. log_history: Trainer's log. The last four are empty where unknown.
+        laplacian_heads, bits_per_byte and the stage it is of, tokens_per_second, seed, within_sequence_share and
+        components_99 of the last layer: None where unknown. scores: {task: (score, standard error or None)}. chance:
+        {task: score of guessing}. layers: the geometry of each. log_history: Trainer's log. The last four are empty
+        where unknown.
 
     Raises:
         ValueError: the folders have none of RESULTS, or a file of theirs is damaged.
@@ -61,6 +62,7 @@ def read(folders: list[Path]) -> dict:
     return {
         "laplacian_heads": first("laplacian_heads", "results.json", "config.json"),
         "bits_per_byte": first("bits_per_byte", "results.json"),
+        "stage": first("stage", "results.json"),
         "tokens_per_second": first("tokens_per_second", "results.json"),
         "seed": first("seed", "results.json"),
         "scores": {task: (entry["value"], entry["stderr"]) for task, entry in tasks.items()},
@@ -147,7 +149,9 @@ def verdict(baseline: dict, other: dict) -> str:
         ("within-sequence share", "within_sequence_share", ".3f", "higher", "lower"),
         ("components", "components_99", ".1f", "higher", "lower"),
     ):
-        if baseline[key] is not None and other[key] is not None:
+        # Stages are measured on texts of their own.
+        same = key != "bits_per_byte" or baseline["stage"] == other["stage"]
+        if same and baseline[key] is not None and other[key] is not None:
             word = _word(other[key] - baseline[key], more, less)
             parts.append(f"{name} {word} ({other[key]:{form}} against {baseline[key]:{form}})")
     names = [

@@ -1,8 +1,8 @@
 """Recipes: one commented YAML file per run, shipped with the package, and the function that reads them."""
 
-import contextlib
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from pathlib import Path
@@ -12,6 +12,15 @@ import yaml
 from laplacian_heads import files
 
 SHIPPED = Path(__file__).parent
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as people write it: 2e-4 is a number."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def path_of(name: str) -> Path:
@@ -39,7 +48,7 @@ def parse(overrides: list[str]) -> dict:
         if not equals:
             raise ValueError(f"{override!r} is not of the form key=value.")
         try:
-            values[key] = yaml.safe_load(value)
+            values[key] = yaml.load(value, Loader)
         except yaml.YAMLError:
             raise ValueError(f"{key}={value} is not a YAML value.") from None
     return values
@@ -58,7 +67,7 @@ def load(recipe_class: type, name: str, overrides: dict | None = None):
     """
     path = path_of(name)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -87,9 +96,6 @@ def _checked(key, value, annotation):
     allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if isinstance(value, int) and not isinstance(value, bool) and float in allowed:
         return float(value)
-    if float in allowed and isinstance(value, str):  # YAML 1.1 reads 3e-3 as text
-        with contextlib.suppress(ValueError):
-            return float(value)
     kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
@@ -105,14 +111,27 @@ def write(path: Path, recipe) -> None:
 def read(path: Path) -> dict | None:
     """The values of a recipe that `write` wrote; None if the file is not there or is damaged."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return None
 
 
 def check_output(output: Path, recipe) -> None:
-    """Raise ValueError if a folder holds anything but the results of this recipe, which may go on there."""
+    """Raise ValueError if a folder holds anything but the results of this recipe, which may go on there.
+
+    Where the folder itself lies does not matter: one that was moved goes on at its new place.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output: {output} is a file, allowed is a folder.")
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    names -= {"recipe.yaml", "recipe.yaml.part", ".lock"}
-    if names and read(output / "recipe.yaml") != dataclasses.asdict(recipe):
-        raise ValueError(f"output: {output} holds the results of another recipe, or other files; give another output=.")
+    if not names - {"recipe.yaml", "recipe.yaml.part", ".lock"}:
+        return
+    there, here = read(output / "recipe.yaml"), dataclasses.asdict(recipe)
+    if not isinstance(there, dict):
+        raise ValueError(f"output: {output} holds other files, and no recipe.yaml; give another output=.")
+    for key in {**there, **here}:
+        if key != "output" and there.get(key) != here.get(key):
+            raise ValueError(
+                f"output: {output} holds the results of another recipe, in which {key} is {there.get(key)!r} instead "
+                f"of {here.get(key)!r}; give another output=."
+            )

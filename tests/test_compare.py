@@ -104,7 +104,10 @@ def test_table_has_a_column_for_all_that_is_known(folder):
     ],
 )
 def test_verdict_on_a_score(before, after, word):
-    row = {"run": "a", **dict.fromkeys(("laplacian_heads", "bits_per_byte", "within_sequence_share", "components_99"))}
+    row = {
+        "run": "a",
+        **dict.fromkeys(("laplacian_heads", "bits_per_byte", "stage", "within_sequence_share", "components_99")),
+    }
     sentence = verdict({**row, "scores": {"choice": before, "x": (0, 0)}}, {**row, "scores": {"choice": after}})
     assert f"here: choice {word} (" in sentence
     assert "x " not in sentence.replace("choice ", "")
@@ -173,3 +176,16 @@ def test_damaged_file_is_named(folder, text):
 def test_refusals(folder, values, message):
     with pytest.raises(ValueError, match=message):
         recipe(folder, "tuned", **values)
+
+
+def test_bits_per_byte_of_different_stages_are_not_compared(tmp_path):
+    """They are measured on different text."""
+    found = {}
+    for stage, bits in (("pretrain", 1.1), ("midtrain", 2.2), ("midtrain", 2.3)):
+        folder = tmp_path / f"{stage}-{bits}"
+        folder.mkdir()
+        results = {"laplacian_heads": 1, "bits_per_byte": bits, "tokens_per_second": 1.0, "seed": 0, "stage": stage}
+        (folder / "results.json").write_text(json.dumps(results))
+        (found[bits],) = rows({folder.name: [folder]})
+    assert "bits per byte" not in verdict(found[1.1], found[2.2])
+    assert "bits per byte worse (2.3000 against 2.2000)" in verdict(found[2.2], found[2.3])

@@ -182,6 +182,47 @@ def test_killed_after_the_last_step_it_only_measures_and_writes(root, tmp_path, 
     one, other = (json.loads((folder / "results.json").read_text()) for folder in (output, whole))
     for key in ("loss", "bits_per_byte", "tokens", "steps"):
         assert one[key] == other[key]
+    assert one["seconds"] > 0.3 * other["seconds"]  # those of the killed process too
+    assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert [entry["epoch"] for entry in log if "loss" in entry] == [(step + 1) / STEPS for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "scheduler.pt", "progress.json"])
+def test_checkpoint_that_lacks_a_file_is_named(root, tmp_path, monkeypatch, capsys, name):
+    output = tmp_path / "run"
+
+    def kill(model):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        with_callback(patched, AtStep(5, kill))
+        assert main(command(root, "pretrain", output)) == 130
+    (output / "checkpoint-3" / name).unlink()
+    assert main(command(root, "pretrain", output)) == 1
+    assert f"{output / 'checkpoint-3'} lacks {name}; delete that folder to begin again." in capsys.readouterr().err
+
+
+def test_moved_run_goes_on_at_its_new_place(root, tmp_path, monkeypatch):
+    def kill(model):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        with_callback(patched, AtStep(5, kill))
+        assert main(command(root, "pretrain", tmp_path / "old")) == 130
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert main(command(root, "pretrain", tmp_path / "new")) == 0
+    assert main(command(root, "pretrain", tmp_path / "whole")) == 0
+    assert logged(tmp_path / "new") == logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_output_that_cannot_be_a_folder_is_named(root, tmp_path, capsys, place):
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" / ("x" if place == "below a file" else "")
+    assert main(command(root, "pretrain", output)) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("laplacian-heads pretrain: output: ")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 class AtStep(TrainerCallback):

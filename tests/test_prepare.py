@@ -88,7 +88,17 @@ def test_tokens_of_another_tokenizer_are_refused(root, tmp_path, capsys):
     given = [f"data={tmp_path / 'tokens'}", f"tokenizer={tmp_path / 'other'}", f"output={tmp_path / 'run'}", *SMALL]
     assert main(["pretrain", *given, "context=64"]) == 1
     assert "was prepared with another tokenizer" in capsys.readouterr().err
+    file = next((tmp_path / "tokens").glob("*.arrow"))
+    assert main(["pretrain", *given, f"data={file}", "context=64"]) == 1
+    assert "was prepared with another tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    # nor can they be tokenised again, or be taken where nothing says whose they are
+    again = ["prepare", f"data={tmp_path / 'tokens'}", f"tokenizer={tmp_path / 'other'}", "processes=1"]
+    assert main([*again, f"output={tmp_path / 'again'}"]) == 1
+    assert "a row is tokens already, allowed is text" in capsys.readouterr().err
+    file.rename(tmp_path / "alone.arrow")
+    assert main(["pretrain", *given, f"data={tmp_path / 'alone.arrow'}", "context=64", "streams=1"]) == 1
+    assert "allowed is less than the tokenizer's 290" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [1, 2])

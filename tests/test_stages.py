@@ -87,7 +87,7 @@ def test_finished_run_is_left_alone_and_another_recipe_refused(runs, capsys, ver
     assert main(command(verb, runs, runs / verb)) == 0
     assert "is finished" in capsys.readouterr().out
     assert main(command(verb, runs, runs / verb, "seed=7")) == 1
-    assert "holds the results of another recipe" in capsys.readouterr().err
+    assert "holds the results of another recipe, in which seed is 0 instead of 7" in capsys.readouterr().err
     assert (runs / verb / "model.safetensors").stat().st_mtime_ns == before
 
 
@@ -222,6 +222,7 @@ def test_evaluation_counts_every_target_once(runs, tmp_path, batch_size):
         optimizer=None,
         batches=None,
         termination=TerminationCallback(),
+        seconds_before=0.0,
         flops=1,
         token_bytes=sizes,
     )

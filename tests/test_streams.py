@@ -216,7 +216,7 @@ def test_fewer_rows_than_streams_are_refused():
 
 def test_source_without_a_usable_row_does_not_loop_forever():
     empty = [ListShard("empty", [[{"text": " "}] * 3] * 4)]
-    with pytest.raises(ValueError, match="empty has no row to train on for stream 1 of 4"):
+    with pytest.raises(ValueError, match="empty has no row that can be used in stream 1 of 4"):
         next(stream(empty, 1, 4).rows())
 
 
@@ -241,6 +241,11 @@ DAMAGE = {
     "list": ("a.jsonl", b'{"text": "one"}\n5\n{"text": "three"}\n', "line 2 is no JSON object, but '5'"),
     "no text": ("a.jsonl", b'{"text": "one"}\n{"body": "x"}\n{"text": "three"}\n', "a.jsonl, row 1"),
     "number": ("a.jsonl", b'{"text": "one"}\n{"text": 2}\n{"text": "three"}\n', "a.jsonl, row 1"),
+    "half a pair": (
+        "a.jsonl",
+        b'{"text": "one"}\n{"text": "\\ud800"}\n{"text": "three"}\n',
+        "a character that is none",
+    ),
     "empty line": ("a.jsonl", b'{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "three"}\n', None),
 }
 
@@ -266,6 +271,32 @@ def test_damaged_row_is_named_or_skipped(tmp_path, kind, workers, tokenizer, cap
     assert text.startswith("<|bos|>one<|bos|>t")
     if said and not workers:
         assert said in caplog.text
+
+
+def test_lines_longer_than_a_block_are_one_document(tmp_path):
+    """And what is counted is there, so that the last rows can be held out."""
+    lines = ["a" * 35_000, "b" * 100, "c" * 12_000, "d" * 9_000, "e" * 21_000]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (shard,) = shards(str(tmp_path))
+    texts = [row["text"] for block in range(len(shard.counts)) for row in shard.read(block)]
+    assert "".join(texts) == "\n".join(lines)
+    assert len(texts) == sum(shard.counts)
+    assert all(texts)
+
+
+def test_long_documents_are_not_encoded_many_at_a_time(tokenizer):
+    stream_of_one = stream([ListShard("one", [[{"text": "word " * 200_000}]])])
+    documents = DocumentStream(stream_of_one, tokenizer)
+    seen = []
+
+    class Encoder:
+        def encode_batch_fast(self, texts, add_special_tokens):
+            seen.append(len(texts))
+            return [type("Encoding", (), {"ids": [1]}) for _ in texts]
+
+    documents.encoder = Encoder()
+    next(documents.sequences())
+    assert seen == [1]
 
 
 def test_damaged_parquet_is_named_by_row_group_and_the_rest_read(tmp_path):

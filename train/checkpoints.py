@@ -10,23 +10,36 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from transformers import PreTrainedModel
 
-PLACES = "places.json"  # where each stream of the data goes on
+PROGRESS = "progress.json"  # seconds of training so far, and where each stream of the data goes on
 
 
 def last_checkpoint(output: Path) -> tuple[Path | None, dict]:
-    """The newest checkpoint of a run and its trainer's state; (None, {}) if there is none."""
+    """The newest checkpoint of a run and its trainer's state; (None, {}) if there is none.
+
+    Raises:
+        ValueError: it lacks a file.
+    """
     found = {int(path.name.rpartition("-")[2]): path for path in output.glob("checkpoint-*") if path.is_dir()}
     if not found:
         return None, {}
     path = found[max(found)]
+    pieces = ("pytorch_model_fsdp_0", "optimizer_0")
+    adapter = "adapter_model.safetensors"
+    weights = (
+        pieces if is_sharded(path) else (adapter if (path / adapter).exists() else "model.safetensors", "optimizer.pt")
+    )
+    for name in ("trainer_state.json", PROGRESS, "scheduler.pt", *weights):
+        if not (path / name).exists():
+            raise ValueError(f"{path} lacks {name}; delete that folder to begin again.")
     return path, json.loads((path / "trainer_state.json").read_text())
 
 
-def read_places(checkpoint: Path | None) -> dict[int, dict]:
-    """Where each stream goes on after a checkpoint, by its number."""
+def read_progress(checkpoint: Path | None) -> tuple[float, dict[int, dict]]:
+    """Seconds of training up to a checkpoint, and where each stream goes on after it, by its number."""
     if checkpoint is None:
-        return {}
-    return {int(number): place for number, place in json.loads((checkpoint / PLACES).read_text()).items()}
+        return 0.0, {}
+    progress = json.loads((checkpoint / PROGRESS).read_text())
+    return progress["seconds"], {int(number): place for number, place in progress["places"].items()}
 
 
 def is_sharded(checkpoint: Path) -> bool:

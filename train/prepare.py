@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from laplacian_heads import recipes, sources
-from laplacian_heads.files import write
+from laplacian_heads.files import make_folder, write
 from laplacian_heads.shards import Part
 from laplacian_heads.train.recipe import check_on_bad_data
 from laplacian_heads.train.stage import load_tokenizer
@@ -66,7 +66,7 @@ def prepare(recipe: PrepareRecipe, dry_run: bool = False) -> None:
         for shard, rows in tqdm([(shard, sum(shard.counts)) for shard in sources.shards(recipe.data)], leave=False)
         for first in range(0, rows, ROWS)
     ]
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     recipes.write(output / "recipe.yaml", recipe)
     tokenizer.save_pretrained(output)
     names = [f"data-{i:05d}-of-{len(pieces):05d}.arrow" for i in range(len(pieces))]
@@ -121,6 +121,7 @@ def _describe(output: Path, tokenizer, names: list[str]) -> None:
     """Make the Arrow files a saved dataset: with the description of an empty one, which then names them."""
     empty = output / "empty.part"
     shutil.rmtree(empty, ignore_errors=True)
+    datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"input_ids": []}, _features(len(tokenizer))).save_to_disk(str(empty))
     state = json.loads((empty / "state.json").read_text())
     (empty / "dataset_info.json").replace(output / "dataset_info.json")
@@ -129,10 +130,10 @@ def _describe(output: Path, tokenizer, names: list[str]) -> None:
 
 
 def check_prepared(data: str | list[str], tokenizer) -> None:
-    """Raise ValueError if one of the sources is a prepared corpus whose tokens are another tokenizer's."""
+    """Raise ValueError if one of the sources is a prepared corpus, or a file of one, of another tokenizer."""
     for source in sources.listed(data):
-        path = Path(source).expanduser() / "tokenizer.json"
-        if path.is_file():
-            written = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False).backend_tokenizer.to_str()
-            if written != tokenizer.backend_tokenizer.to_str():
-                raise ValueError(f"data: {source} was prepared with another tokenizer; give tokenizer={source}.")
+        for folder in (Path(source).expanduser(), Path(source).expanduser().parent):
+            if (folder / "tokenizer.json").is_file() and list(folder.glob("data-*.arrow")):
+                written = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.to_str()
+                if written != tokenizer.backend_tokenizer.to_str():
+                    raise ValueError(f"data: {source} was prepared with another tokenizer; give tokenizer={folder}.")

@@ -77,7 +77,7 @@ def pretrain(recipe: PretrainRecipe, dry_run: bool = False) -> None:
             seed=str(recipe.seed),
             window=window,
             skip=recipe.skip,
-            convert=text_or_tokens,
+            convert=functools.partial(text_or_tokens, vocab_size=len(tokenizer)),
         )
         return DocumentStream(rows, tokenizer)
 
@@ -85,7 +85,10 @@ def pretrain(recipe: PretrainRecipe, dry_run: bool = False) -> None:
         return packed(stream(shards, number, recipe.streams, recipe.shuffle_shards), recipe.context, place)
 
     measured = packed(stream(held_out, 0, 1, 0), recipe.context, epochs=1)
-    measured = held_out_rows(measured, recipe.eval_rows, recipe.context)
+    try:
+        measured = held_out_rows(measured, recipe.eval_rows, recipe.context)
+    except ValueError as error:
+        raise ValueError(f"In what is held out, {held_out[0].name}: {error}") from error
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     special["eos_token_id"] = [special["eos_token_id"], special["bos_token_id"]]  # another document begins
     set_seed(recipe.seed)

@@ -4,7 +4,6 @@ import contextlib
 import math
 import resource
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from laplacian_heads import recipes
-from laplacian_heads.files import Stopped, check_model, write
+from laplacian_heads.files import Stopped, check_model, make_folder, write
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train import budget
 from laplacian_heads.train.callbacks import MomentumWarmupCallback, TerminationCallback
-from laplacian_heads.train.checkpoints import is_sharded, last_checkpoint, made_whole, read_places
+from laplacian_heads.train.checkpoints import is_sharded, last_checkpoint, made_whole, read_progress
 from laplacian_heads.train.optimizer import MuonAdamW
 from laplacian_heads.train.recipe import StageRecipe, this_process
 from laplacian_heads.train.rows import Batches, Rows
@@ -75,7 +74,7 @@ def train(
         Stopped: the process was asked to terminate; a checkpoint has been written.
     """
     output = Path(recipe.output).expanduser()
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     state = this_process()
     # Workers of a killed run have its lock until they notice, within five seconds.
     lock = FileLock(output / ".lock", timeout=10)
@@ -104,8 +103,9 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
     else:
         optimizer = MuonAdamW(model, recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr)
     last, saved = last_checkpoint(output)
+    seconds_before, places = read_progress(last)
     batches = Batches(
-        Rows(rows, recipe.streams, state.process_index, state.num_processes, read_places(last)),
+        Rows(rows, recipe.streams, state.process_index, state.num_processes, places),
         recipe.batch_size,
         recipe.workers,
         collate,
@@ -135,6 +135,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
             eval_steps=recipe.eval_steps,
             save_steps=recipe.save_steps,
             include_num_input_tokens_seen="non_padding",
+            ddp_find_unused_parameters=False,
             remove_unused_columns=False,  # shift_labels is a keyword of the loss, not an argument of forward
             report_to=recipe.report_to,
         ),
@@ -145,6 +146,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
         optimizer=optimizer,
         batches=None if saved.get("global_step") == steps else batches,
         termination=termination,
+        seconds_before=seconds_before,
         token_bytes=token_bytes,
         flops=budget.flops_per_token(config, recipe.context),
     )
@@ -154,7 +156,6 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
             last = made_whole(last, trainer.unfinished / "whole", model, optimizer)
         elif trainer.is_fsdp_enabled and not is_sharded(last):
             raise ValueError(f"{last} was not written by FSDP, so FSDP cannot go on from it; give another output=.")
-    started = time.perf_counter()
     with termination.listening():
         trainer.train(resume_from_checkpoint=str(last) if last else None)
         if trainer.state.global_step < steps:
@@ -162,7 +163,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
                 f"{output}: stopped after step {trainer.state.global_step} of {steps}, which is saved; the same "
                 "command goes on from there."
             )
-        seconds = time.perf_counter() - started
+        seconds = trainer.seconds()
         metrics = trainer.evaluate()
     if not metrics:
         raise Stopped(f"{output}: stopped while measuring; the training is saved, and the same command goes on there.")
@@ -177,7 +178,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": (tokens - saved.get("num_input_tokens_seen", 0)) / seconds,
+        "tokens_per_second": tokens / seconds,
         "peak_memory_gb": peak_memory() / 1e9,
         "loss": metrics["eval_loss"],
         "bits_per_byte": metrics.get("eval_bits_per_byte"),

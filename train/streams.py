@@ -14,7 +14,8 @@ from laplacian_heads.sources import text_of
 
 logger = logging.getLogger(__name__)
 
-BATCH = 64  # documents encoded at a time: enough for the tokenizer's threads
+# Documents encoded at a time, enough for the tokenizer's threads, and characters after which they are not more.
+BATCH, BATCH_CHARACTERS = 64, 500_000
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,9 +55,10 @@ class Stream:
                 found = True
                 yield value, epoch, after
             if whole and not found:
+                part = f" in stream {self.number} of {self.streams}" if self.streams > 1 else ""
                 raise ValueError(
-                    f"data: {self.shards[0].name} has no row to train on for stream {self.number} of {self.streams}: "
-                    "all are empty, damaged, or have no target within the context."
+                    f"data: {self.shards[0].name} has no row that can be used{part}: all are empty, damaged, or have "
+                    "no target within the context."
                 )
             at = {"epoch": epoch + 1, "window": 0, "dealt": 0, "block": 0, "row": 0}
 
@@ -140,12 +142,24 @@ def dealt_out(shards: list[Shard], streams: int, skip: bool) -> list[Shard]:
     return [ListShard(name, [rows[i::streams] for i in range(streams)])]
 
 
-def text_or_tokens(row: dict) -> str | list[int] | None:
-    """The text of a row, or the tokens of one that `prepare` wrote; None if it is empty."""
-    if row.get("input_ids") is not None:
-        return row["input_ids"]
-    text = text_of(row)
-    return text if text.strip() else None
+def text_or_tokens(row: dict, vocab_size: int | None = None) -> str | list[int] | None:
+    """The text of a row, or the tokens of one that `prepare` wrote; None if it is empty.
+
+    Args:
+        vocab_size: entries of the tokenizer the tokens are to be of; None takes no tokens.
+
+    Raises:
+        ValueError: it has no text that can be encoded, or tokens that are not of this tokenizer.
+    """
+    tokens = row.get("input_ids")
+    if tokens is None:
+        text = text_of(row)
+        return text if text.strip() else None
+    if vocab_size is None:
+        raise ValueError("data: a row is tokens already, allowed is text.")
+    if max(tokens, default=0) >= vocab_size:
+        raise ValueError(f"data: a row has the token {max(tokens)}, allowed is less than the tokenizer's {vocab_size}.")
+    return tokens
 
 
 class DocumentStream:
@@ -165,11 +179,21 @@ class DocumentStream:
         rows = self.stream.rows(place)
         if epochs is not None:
             rows = itertools.takewhile(lambda row: row[1] < epochs, rows)
-        while batch := list(itertools.islice(rows, BATCH)):
+        while batch := _batch(rows):
             texts = [value for value, *_ in batch if isinstance(value, str)]
             encoded = iter(self.encoder.encode_batch_fast(texts, add_special_tokens=False))
             for value, _, after in batch:
                 yield [self.bos, *next(encoded).ids] if isinstance(value, str) else value, after
+
+
+def _batch(rows: Iterator[tuple]) -> list[tuple]:
+    batch, length = [], 0
+    for row in itertools.islice(rows, BATCH):
+        batch.append(row)
+        length += len(row[0])
+        if length > BATCH_CHARACTERS:
+            break
+    return batch
 
 
 def plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from laplacian_heads.train import budget
 from laplacian_heads.train.callbacks import TerminationCallback
-from laplacian_heads.train.checkpoints import PLACES
+from laplacian_heads.train.checkpoints import PROGRESS
 from laplacian_heads.train.rows import IGNORED, Batches
 
 
@@ -24,6 +24,7 @@ class StageTrainer(Trainer):
         optimizer: made before FSDP has its share of the weights, which it then takes over.
         batches: what to train on; None where the checkpoint to go on from is of the last step.
         termination: knows whether the process was asked to end.
+        seconds_before: of training, in the processes before this one.
         flops: floating-point operations for one token, forward and backward.
         token_bytes: bytes each token stands for, for bits per byte.
     """
@@ -34,6 +35,7 @@ class StageTrainer(Trainer):
         optimizer: torch.optim.Optimizer,
         batches: Batches | None,
         termination: TerminationCallback,
+        seconds_before: float,
         flops: int,
         token_bytes: list[int] | None = None,
         **kwargs,
@@ -46,10 +48,15 @@ class StageTrainer(Trainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         self.batches, self.termination, self.flops = batches, termination, flops
         self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
+        self.seconds_before, self.started = seconds_before, time.perf_counter()
         self.unfinished = Path(self.args.output_dir) / ".unfinished"
         self.finite = torch.tensor(True, device=self.args.device)
         self.device_flops = None
         self.logged = None  # time, tokens and seconds waited for data, at the last line of the log
+
+    def seconds(self) -> float:
+        """Seconds of training so far, this process and those before it."""
+        return self.seconds_before + time.perf_counter() - self.started
 
     def create_optimizer(self, model=None):
         return self.optimizer
@@ -67,6 +74,8 @@ class StageTrainer(Trainer):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, *args, **kwargs):
+        # Trainer's own begins again with every process.
+        self.state.epoch = self.state.global_step / self.state.max_steps
         if self.control.should_log or self.control.should_save:
             self._check_finite(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
@@ -171,7 +180,8 @@ class StageTrainer(Trainer):
             self._is_saving = False
         places = self.accelerator.gather_for_metrics([self.batches.places], use_gather_object=True)
         if self.is_world_process_zero():  # the gathering says that all have written their part
-            (part / PLACES).write_text(json.dumps({n: place for each in places for n, place in each.items()}))
+            progress = {"seconds": self.seconds(), "places": {n: at for each in places for n, at in each.items()}}
+            (part / PROGRESS).write_text(json.dumps(progress))
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
             older = list(output.glob("checkpoint-*"))
             if (output / part.name).exists():  # of this very step
