@@ -20,6 +20,8 @@ from laplacian_heads.train.checkpoints import is_sharded, last_checkpoint
 
 STEPS = 12
 COMMON = ["context=96", "streams=4", "rows_per_step=8", "batch_size=2", "logging_steps=1", "save_steps=4", "bf16=false"]
+# Muon's products are in bfloat16: rounding them otherwise moves weights by a hundredth of the rate.
+COMMON += ["matrix_lr=0.003"]
 SMALL = ["vocab_size=300", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1"]
 MIXTURE = '[{data: "generated:arithmetic", rows: 64}, {data: "generated:choice", rows: 32}]'
 CONFIGS = ROOT / "recipes/accelerate"
@@ -99,7 +101,9 @@ def test_mixed_precision_of_shared_weights_does_not_round_the_loss(root, tmp_pat
     runs = tmp_path / "one", tmp_path / "two"
     assert main([*command(root, "pretrain", runs[0]), "bf16=true"]) == 0
     finish(launched("fsdp2", [*command(root, "pretrain", runs[1]), "bf16=true"]))
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=5e-4)
+    found = losses(runs[1])
+    assert found == pytest.approx(losses(runs[0]), rel=2e-3)
+    assert sum(torch.tensor(loss).bfloat16().item() == loss for loss in found) < len(found) / 2
 
 
 def kill_all(process):
