@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model and tokenizer, processes that cannot import the package, and a Hub on this machine."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -123,18 +124,25 @@ class Hub:
         return max((self.root / "models" / repo / "commits").iterdir(), key=lambda commit: commit.stat().st_mtime_ns)
 
 
-@pytest.fixture(scope="session")
-def hub(tmp_path_factory):
-    if not LOOPBACK_HUB.exists():
-        pytest.skip("the Hub for tests, shared/tools/loopback_hub.py beside the repository, is not here")
-    root = tmp_path_factory.mktemp("hub")
+@contextlib.contextmanager
+def serving(root, *options):
+    """A Hub for as long as it is needed; options are the server's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen([sys.executable, LOOPBACK_HUB, root, str(port)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, LOOPBACK_HUB, root, str(port), *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout.readline().startswith("ready")
         yield Hub(root, port)
     finally:
         server.terminate()
         server.wait()
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory):
+    if not LOOPBACK_HUB.exists():
+        pytest.skip("the Hub for tests, shared/tools/loopback_hub.py beside the repository, is not here")
+    with serving(tmp_path_factory.mktemp("hub")) as served:
+        yield served

@@ -169,7 +169,7 @@ def test_mixture_takes_what_the_recipe_says(tmp_path):
     ]
 
     def drawn(seed, streams=1, epochs=1):
-        mixed = [conversations(entries, first_words, seed, 1, False, i, streams) for i in range(streams)]
+        mixed = [conversations(entries, first_words, seed, 1, False, streams)(i) for i in range(streams)]
         return [value for stream in mixed for value, _ in stream.sequences(epochs=epochs)]
 
     epoch = sorted(["a0", "a1", "a2", "a3"] * 2 + ["b0", "b1", "b2"])

@@ -2,12 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import LOOPBACK_HUB
+from conftest import LOOPBACK_HUB, serving
 
 from laplacian_heads.train.checkpoints import last_checkpoint
 
@@ -32,21 +31,8 @@ def seeded_hub(tmp_path_factory):
     if not SEED.is_dir():
         pytest.skip("the Hub for tests and its rows, shared/ beside the repository, are not here")
     root = tmp_path_factory.mktemp("hub")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, LOOPBACK_HUB, root / "hub", str(port), "--seed", SEED]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout.readline().startswith("ready")
-        yield {
-            **os.environ,
-            **{"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            **{"HF_TOKEN": "hf_x", "HF_HOME": str(root / "home")},
-        }
-    finally:
-        server.terminate()
-        server.wait()
+    with serving(root / "hub", "--seed", SEED) as served:
+        yield {**os.environ, **served.env, "HF_HOME": str(root / "home")}
 
 
 def run(env, folder, *arguments):

@@ -167,7 +167,7 @@ def test_mixture_goes_on_from_every_row(tmp_path):
         def value(messages):
             return {"said": messages[0]["content"]}
 
-        return one_each(conversations(entries, value, 0, 1, False, 1, 2), place)
+        return one_each(conversations(entries, value, 0, 1, False, 2)(1), place)
 
     whole = list(itertools.islice(rows(), 60))
     for at in range(40):

@@ -83,35 +83,42 @@ def conversations(
     seed: int,
     window: int,
     skip: bool,
-    number: int = 0,
     streams: int = 1,
-) -> MixedStream:
-    """Conversations of several sources, mixed at random.
+) -> Callable[[int], MixedStream]:
+    """Conversations of several sources, mixed at random and dealt out to streams. The sources are opened once for all.
 
     Args:
         entries: {"data": a source, "rows": how many of its first rows, all if not given, "repeat": how often each in
             an epoch, 1 if not given}.
         convert: what is made of the messages of each, None for one that is left out.
-        seed, window, skip, number, streams: as for `Stream`.
+        seed, window, skip, streams: as for `Stream`.
+
+    Returns:
+        The stream of a number.
 
     Raises:
         ValueError: there is no such source, or it has fewer rows than streams.
     """
-    found = [entry_shards(entry) for entry in entries]
-    each = [
-        Stream(
-            shards=dealt_out(shards, streams, skip),
-            number=number,
-            streams=streams,
-            seed=f"{seed} {i}",
-            window=window,
-            skip=skip,
-            convert=lambda row: convert(messages_of(row)),
-        )
-        for i, shards in enumerate(found)
-    ]
-    weights = [sum(sum(stream.counts(shard)) for shard in stream.shards) for stream in each]
-    return MixedStream(each, weights, [entry.get("repeat", 1) for entry in entries])
+    found = [dealt_out(entry_shards(entry), streams, skip) for entry in entries]
+    repeats = [entry.get("repeat", 1) for entry in entries]
+
+    def mixed(number: int) -> MixedStream:
+        each = [
+            Stream(
+                shards=shards,
+                number=number,
+                streams=streams,
+                seed=f"{seed} {i}",
+                window=window,
+                skip=skip,
+                convert=lambda row: convert(messages_of(row)),
+            )
+            for i, shards in enumerate(found)
+        ]
+        weights = [sum(sum(stream.counts(shard)) for shard in stream.shards) for stream in each]
+        return MixedStream(each, weights, repeats)
+
+    return mixed
 
 
 def entry_shards(entry: dict) -> list[Shard]:

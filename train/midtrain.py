@@ -33,15 +33,15 @@ def midtrain(recipe: MidtrainRecipe, dry_run: bool = False) -> None:
         # A conversation longer than a row goes on in the next one, so none is cut.
         return encode(tokenizer, messages, None)["input_ids"]
 
-    stream = functools.partial(
+    opened = functools.partial(
         conversations, convert=tokens, seed=recipe.seed, window=recipe.shuffle_shards, skip=recipe.skip
     )
+    stream = opened(recipe.data, streams=recipe.streams)
 
     def rows(number, place):
-        return packed(stream(recipe.data, number=number, streams=recipe.streams), recipe.context, place)
+        return packed(stream(number), recipe.context, place)
 
-    rows(0, None)  # refuses wrong data before any work
-    measured = packed(stream(recipe.held_out), recipe.context, epochs=1)
+    measured = packed(opened(recipe.held_out)(0), recipe.context, epochs=1)
     measured = held_out_rows(measured, recipe.eval_rows, recipe.context)
     collate = functools.partial(collate_packed, bos=tokenizer.bos_token_id if recipe.mask_documents else None)
     train("midtrain", recipe, model, tokenizer, rows, measured, recipe.steps, collate, token_bytes(tokenizer))

@@ -45,14 +45,15 @@ def sft(recipe: SFTRecipe, dry_run: bool = False) -> None:
         # A conversation whose assistant speaks only after the cut would train nothing.
         return encoded if any(label != IGNORED for label in encoded["labels"][1:]) else None
 
-    stream = functools.partial(
+    opened = functools.partial(
         conversations, convert=row, seed=recipe.seed, window=recipe.shuffle_shards, skip=recipe.skip
     )
+    stream = opened(recipe.data, streams=recipe.streams)
 
     def rows(number, place):
-        return one_each(stream(recipe.data, number=number, streams=recipe.streams), place)
+        return one_each(stream(number), place)
 
     next(rows(0, None))  # refuses wrong data before any work
-    measured = list(one_each(stream(recipe.held_out), epochs=1))
+    measured = list(one_each(opened(recipe.held_out)(0), epochs=1))
     collate = functools.partial(collate_padded, pad=tokenizer.pad_token_id)
     train("sft", recipe, model, tokenizer, rows, measured, recipe.steps(conversation_count(recipe.data)), collate)

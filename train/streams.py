@@ -48,9 +48,9 @@ class Stream:
         Raises:
             ValueError: a row cannot be used, or none of a whole epoch can.
         """
-        at = place or {"epoch": 0, "window": 0, "dealt": 0, "block": 0, "row": 0}
+        at = place or _beginning(0)
         for epoch in itertools.count(at["epoch"]):
-            whole, found = at == {"epoch": epoch, "window": 0, "dealt": 0, "block": 0, "row": 0}, False
+            whole, found = at == _beginning(epoch), False
             for value, after in self._epoch(at):
                 found = True
                 yield value, epoch, after
@@ -60,7 +60,7 @@ class Stream:
                     f"data: {self.shards[0].name} has no row that can be used{part}: all are empty, damaged, or have "
                     "no target within the context."
                 )
-            at = {"epoch": epoch + 1, "window": 0, "dealt": 0, "block": 0, "row": 0}
+            at = _beginning(epoch + 1)
 
     def _epoch(self, at: dict) -> Iterator[tuple[object, dict]]:
         epoch, dealt, first_block, first_row = at["epoch"], at["dealt"], at["block"], at["row"]
@@ -121,6 +121,11 @@ class Stream:
         if not self.skip:
             raise error
         logger.warning("skipped: %s", error)
+
+
+def _beginning(epoch: int) -> dict:
+    """The place at which an epoch begins."""
+    return {"epoch": epoch, "window": 0, "dealt": 0, "block": 0, "row": 0}
 
 
 def dealt_out(shards: list[Shard], streams: int, skip: bool) -> list[Shard]:
