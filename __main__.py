@@ -32,7 +32,7 @@ VERBS = {
         *("train.sft", "sft", "SFTRecipe", "train", "recipe", "gpt_tiny_sft"),
         "fine-tune a LaplaceGPT on what the assistant says in conversations",
     ),
-    "eval": ("eval.harness", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
+    "eval": ("eval.evaluate", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
     "geometry": (
         *("eval.geometry", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
         "measure how a model's tokens vary, layer by layer",
@@ -46,14 +46,17 @@ VERBS = {
 }
 
 WHAT_STANDS_FIRST = {
-    "recipe": "a recipe file or the name of a shipped recipe, then keys to set otherwise",
-    "model": "the folder of a model or its name on the Hub, then keys to set otherwise",
-    "models": "folders of models or their names on the Hub, then keys to set otherwise",
-    "model repo": "the folder of a run and the repository, OWNER/NAME, then keys to set otherwise",
+    "recipe": "a recipe file or the name of a shipped recipe",
+    "model": "the folder of a model or its name on the Hub",
+    "models": "folders of models or their names on the Hub",
+    "model repo": "the folder of a run and the repository, OWNER/NAME",
 }
 
 # How tokenizers, safetensors and torch.save say that a file cannot be written, each in an exception of its own.
 CANNOT_WRITE = re.compile(r"os error \d+|No space left|PytorchStreamWriter|inline_container")
+
+
+FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,16 +72,23 @@ def main(arguments: list[str] | None = None) -> int:
         sub = verbs.add_parser(
             verb,
             help=what,
-            usage=f"laplacian-heads {verb} {names} [key=value ...] [--dry-run] [--traceback]",
+            usage=f"laplacian-heads {verb} {names} [key=value ...] [--key ...] [--dry-run] [--traceback]",
             description=what[0].upper() + what[1:] + ".",
             epilog=f"{_others(verb, recipe)}keys and defaults, from the shipped recipe {recipe!r}:\n\n"
             + recipes.path_of(recipe).read_text(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument("arguments", nargs="*", metavar=names, help=WHAT_STANDS_FIRST[positionals])
+        sub.add_argument(
+            "arguments",
+            nargs="*",
+            metavar=names,
+            help=f"{WHAT_STANDS_FIRST[positionals]}, then keys to set otherwise; --key is key=true",
+        )
         sub.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    # --key is key=true, for keys that are switches.
+    options.arguments += [f"{flag[2:].replace('-', '_')}=true" if FLAG.fullmatch(flag) else flag for flag in unknown]
 
     try:
         _run(options)

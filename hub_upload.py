@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from laplacian_heads import laplacian
 from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
+from laplacian_heads.eval import results
 
 ROOT = Path(laplacian.__file__).parent
 CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
@@ -290,24 +291,27 @@ def _card(folder: Path, repo: str, model) -> ModelCard:
         "",
     ]
     if (folder / "results.json").exists():
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        trained = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         recipe = " `recipe.yaml` has every setting." if (folder / "recipe.yaml").exists() else ""
-        bits = results.get("bits_per_byte")
+        bits = trained.get("bits_per_byte")
         lines += [
             "## Training",
             "",
-            f"Last stage: {results['stage']}, {results['tokens']:,} tokens in {results['steps']:,} steps, seed "
-            f"{results['seed']}, held-out loss {results['loss']:.4f} nats per token"
+            f"Last stage: {trained['stage']}, {trained['tokens']:,} tokens in {trained['steps']:,} steps, seed "
+            f"{trained['seed']}, held-out loss {trained['loss']:.4f} nats per token"
             + (f", {bits:.4f} bits per byte." if bits else ".")
             + recipe,
             "",
         ]
-    if (folder / "eval.json").exists():
-        tasks = json.loads((folder / "eval.json").read_text(encoding="utf-8"))["tasks"]
-        lines += ["## Scores", "", "| task | metric | score | standard error | guessing |", "|---|---|---|---|---|"]
+    scores = None
+    if (folder / results.FILE).exists():
+        tasks = json.loads((folder / results.FILE).read_text(encoding="utf-8"))["tasks"]
+        scores = results.model_index(tasks)
+        lines += ["## Scores", "", "| task | metric | score | standard error | guessing | items |", "|" + "---|" * 6]
         for task, entry in tasks.items():
             error, chance = ("" if entry[key] is None else f"{entry[key]:.3f}" for key in ("stderr", "chance"))
-            lines.append(f"| {task} | {entry['metric']} | {entry['value']:.3f} | {error} | {chance} |")
+            value = f"{entry['value']:.3f}"
+            lines.append(f"| {task} | {entry['metric']} | {value} | {error} | {chance} | {results.items(entry)} |")
         lines += ["", "Measured by lm-eval; one seed.", ""]
     if (folder / "geometry.png").exists():
         lines += ["## Geometry", "", "![Within-sequence variance and components by layer](geometry.png)", ""]
@@ -316,6 +320,8 @@ def _card(folder: Path, repo: str, model) -> ModelCard:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["laplace_gpt", "laplacian-heads"],
+        model_name=repo.partition("/")[2],
+        eval_results=scores,
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines))
 

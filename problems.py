@@ -51,6 +51,20 @@ QUESTIONS = {
 ENDINGS = ("", " Please be brief.", " Answer in one sentence.", " I have never met you.", " I would like to know.")
 
 
+def letter_question(question: str, choices: list[str], letters: list[str]) -> str:
+    """A question that is answered by a letter, in nanochat's words (karpathy/nanochat, `render_mc`).
+
+    Args:
+        question: the question.
+        choices: its choices.
+        letters: what each choice is answered by, mostly A, B, C, D.
+    """
+    lines = [f"- {choice}={letter}" for choice, letter in zip(choices, letters, strict=True)]
+    return "\n".join(
+        [f"Multiple Choice question: {question}", *lines, "", "Respond only with the letter of the correct answer."]
+    )
+
+
 def problems(kind: str, split: str, count: int, block: int = 0) -> Iterator[list[dict]]:
     """Conversations of a kind, always the same ones in the same order.
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from laplacian_heads import recipes
 from laplacian_heads.eval import compare
+from laplacian_heads.eval.evaluate import EvalRecipe, evaluate
 from laplacian_heads.eval.geometry import GeometryRecipe, geometry
-from laplacian_heads.eval.harness import EvalRecipe, evaluate
 from laplacian_heads.files import make_folder, write
 from laplacian_heads.hub_upload import UploadRecipe, upload
 from laplacian_heads.train.midtrain import MidtrainRecipe, midtrain
@@ -148,6 +148,7 @@ def _report(recipe: DemoRecipe, rows: list[dict], folders: list[Path]) -> str:
     lines += [
         "![Scores](scores.png)",
         "",
+        *(["![Differences](differences.png)", ""] if len(rows) > 1 else []),
         "![Geometry](geometry.png)",
         "",
         "![Loss of pretraining](loss.png)",

@@ -1,14 +1,21 @@
-"""Runs side by side: what training, eval and geometry wrote into their folders, as one table, plots and verdicts."""
+"""Runs side by side: what training, eval and geometry wrote into their folders, as tables, plots and verdicts."""
 
 import dataclasses
+import functools
 import json
 import math
+import numbers
+import statistics
 from pathlib import Path
+
+import yaml
 
 from laplacian_heads.eval.geometry import results_folder
 from laplacian_heads.files import write
 
 RESULTS = ("results.json", "eval.json", "geometry.json")
+PAPER = Path(__file__).parent / "paper.yaml"
+LOWER_IS_BETTER = ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 
 
 @dataclasses.dataclass
@@ -17,6 +24,7 @@ class CompareRecipe:
 
     models: list | None
     output: str | None
+    paper: bool
 
     def __post_init__(self):
         if not self.models or not all(isinstance(model, str) and model for model in self.models):
@@ -27,6 +35,38 @@ class CompareRecipe:
             raise ValueError("output is '', allowed is null or the path of a folder.")
 
 
+@dataclasses.dataclass
+class Score:
+    """What a run scored on a task, as its eval.json says; None where unknown.
+
+    Args:
+        metric: its name, with ",FILTER" behind it where lm-eval filtered the answers.
+        value, stderr: the score and its standard error.
+        items, of: how many items were scored, and how many the task has.
+        calculator: whether the model had the calculator.
+        samples: {(doc_id, doc_hash): value} of the items that the score is the mean of.
+        others: the task's other metrics, each with metric, value and stderr.
+    """
+
+    metric: str
+    value: float
+    stderr: float | None = None
+    items: int | None = None
+    of: int | None = None
+    calculator: bool | None = None
+    samples: dict | None = None
+    others: list = dataclasses.field(default_factory=list)
+
+    @property
+    def limited(self) -> bool:
+        """Whether fewer items were scored than the task has."""
+        return None not in (self.items, self.of) and self.items < self.of
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric.partition(",")[0] in LOWER_IS_BETTER
+
+
 def read(folders: list[Path]) -> dict:
     """What is known of a run from the files of its folders; of two folders that know a thing the earlier is believed.
 
@@ -35,28 +75,29 @@ def read(folders: list[Path]) -> dict:
 
     Returns:
         laplacian_heads, bits_per_byte and the stage it is of, tokens_per_second, seed, within_sequence_share and
-        components_99 of the last layer: None where unknown. scores: {task: (score, standard error or None)}. chance:
-        {task: score of guessing}. layers: the geometry of each. log_history: Trainer's log. The last four are empty
-        where unknown.
+        components_99 of the last layer: None where unknown. scores: {task: Score}. chance: {task: score of guessing}.
+        layers: the geometry of each. log_history: Trainer's log. The last four are empty where unknown.
 
     Raises:
         ValueError: the folders have none of RESULTS, or a file of theirs is damaged.
     """
-    files = {name: [] for name in (*RESULTS, "config.json", "trainer_state.json")}
-    for folder in folders:
+    files = {name: {} for name in (*RESULTS, "config.json", "trainer_state.json")}
+    for folder in map(Path, folders):
         for name, contents in files.items():
-            path = Path(folder) / name
-            if path.exists():
-                contents.append(_json(path))
+            if (folder / name).exists():
+                contents[folder] = _json(folder / name)
     if not any(files[name] for name in RESULTS):
         names = " and ".join(map(str, folders))
         raise ValueError(f"There is no {', no '.join(RESULTS)} in {names}: train, eval and geometry write them.")
 
     def first(key, *names):
-        known = [content[key] for name in names for content in files[name] if content.get(key) is not None]
+        known = [content[key] for name in names for content in files[name].values() if content.get(key) is not None]
         return known[0] if known else None
 
-    tasks = first("tasks", "eval.json") or {}
+    tasks = {}
+    for folder, content in files["eval.json"].items():
+        for task, entry in (content.get("tasks") or {}).items():
+            tasks.setdefault(task, (folder, entry))
     layers = first("layers", "geometry.json") or []
     last = layers[-1] if layers else {}
     return {
@@ -65,8 +106,8 @@ def read(folders: list[Path]) -> dict:
         "stage": first("stage", "results.json"),
         "tokens_per_second": first("tokens_per_second", "results.json"),
         "seed": first("seed", "results.json"),
-        "scores": {task: (entry["value"], entry["stderr"]) for task, entry in tasks.items()},
-        "chance": {task: entry["chance"] for task, entry in tasks.items() if entry["chance"] is not None},
+        "scores": {task: _score(folder, entry) for task, (folder, entry) in tasks.items()},
+        "chance": {task: entry["chance"] for task, (_, entry) in tasks.items() if entry.get("chance") is not None},
         "within_sequence_share": last.get("within_sequence_share"),
         "components_99": last.get("components_99"),
         "layers": layers,
@@ -82,6 +123,39 @@ def _json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged; move it away and make it again.")
     return content
+
+
+def _score(folder: Path, entry: dict) -> Score:
+    """The score of an entry of eval.json, and of the file of samples that it names, if that is there."""
+    fields = {field.name: entry.get(field.name) for field in dataclasses.fields(Score)}
+    score = Score(**{**fields, "samples": None, "others": entry.get("others") or []})
+    path = folder / (entry.get("samples") or "")
+    if path.is_file():
+        samples = _samples(path, score.metric)
+        # Items of a file of another scoring, or of a metric that is no mean, such as perplexity, say nothing of it.
+        if (
+            score.items in (len(samples), None)
+            and samples
+            and all(isinstance(value, numbers.Real) for value in samples.values())
+            and math.isclose(statistics.fmean(samples.values()), score.value, rel_tol=1e-6, abs_tol=1e-9)
+        ):
+            score.samples = samples
+    return score
+
+
+def _samples(path: Path, metric: str) -> dict:
+    """{(doc_id, doc_hash): value} of a metric, from the samples of a task as lm-eval logs them."""
+    name, _, filtered = metric.partition(",")
+    samples = {}
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                item = json.loads(line)
+                if item["filter"] == (filtered or "none"):
+                    samples[item["doc_id"], item["doc_hash"]] = item.get(name)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged; move it away, and the task is compared without it ({error}).") from None
+    return samples
 
 
 def rows(runs: dict[str, list[Path]]) -> list[dict]:
@@ -100,12 +174,15 @@ def table(rows: list[dict]) -> str:
         "run": [row["run"] for row in rows],
         "Laplacian heads": [_cell(row["laplacian_heads"]) for row in rows],
         "bits per byte": [_cell(row["bits_per_byte"], ".4f") for row in rows],
-        **{task: [_score(row["scores"].get(task)) for row in rows] for task in tasks},
+        **{task: [_figures(row["scores"].get(task)) for row in rows] for task in tasks},
         "within-sequence share, last layer": [_cell(row["within_sequence_share"], ".3f") for row in rows],
         "components for 99 %, last layer": [_cell(row["components_99"], ".1f") for row in rows],
         "tokens/s": [_cell(row["tokens_per_second"], ",.0f") for row in rows],
     }
-    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    return _markdown({head: cells for head, cells in columns.items() if any(cells)})
+
+
+def _markdown(columns: dict[str, list[str]]) -> str:
     widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
     lines = [list(columns), ["-" * width for width in widths], *zip(*columns.values(), strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
@@ -116,34 +193,111 @@ def _cell(value, form: str = "") -> str:
     return "" if value is None else format(str(value) if form == "" else value, form)
 
 
-def _score(score: tuple | None) -> str:
+def _figures(score: Score | None, form: str = ".3f") -> str:
     if score is None:
         return ""
-    value, error = score
-    return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+    error = "" if score.stderr is None else f" ± {score.stderr:{form}}"
+    return f"{score.value:{form}}{error}" + (f" ({score.items} of {score.of} items)" if score.limited else "")
+
+
+def differences(rows: list[dict]) -> list[dict]:
+    """How far the runs' scores lie from those of the first run, task by task, where an interval can be told.
+
+    Where both runs have the values of the same items, the interval is of a paired bootstrap over the items; else it is
+    two standard errors to both sides, sqrt(se1^2 + se2^2) being that of the difference. Scores on other numbers of
+    items, by other metrics or of which one had the calculator are left out.
+
+    Args:
+        rows: rows of `rows`.
+
+    Returns:
+        A dict for each task and run: task, metric, run, baseline, difference, low and high (the 95 % interval), items
+        ("500", "20 of 2376" or ""), lower_is_better and method.
+    """
+    baseline, *others = rows
+    found = []
+    for task, before in baseline["scores"].items():
+        for row in others:
+            after = row["scores"].get(task)
+            interval = None if after is None or _mismatch(before, after) else _interval(before, after)
+            if interval is not None:
+                difference, low, high, method = interval
+                found.append(
+                    {
+                        **{"task": task, "metric": after.metric, "run": row["run"], "baseline": baseline["run"]},
+                        **{"difference": difference, "low": low, "high": high},
+                        "items": f"{after.items} of {after.of}" if after.limited else _cell(after.items),
+                        "lower_is_better": after.lower_is_better,
+                        "method": method,
+                    }
+                )
+    return found
+
+
+def differences_table(differences: list[dict]) -> str:
+    """What `differences` gives as a Markdown table."""
+    return _markdown(
+        {
+            "task": [each["task"] for each in differences],
+            "metric": [each["metric"] for each in differences],
+            "run against baseline": [f"{each['run']} against {each['baseline']}" for each in differences],
+            "difference": [f"{each['difference']:+.4f}" for each in differences],
+            "95 % interval": [f"{each['low']:+.4f} to {each['high']:+.4f}" for each in differences],
+            "items": [each["items"] for each in differences],
+            "method": [each["method"] for each in differences],
+        }
+    )
+
+
+def _mismatch(before: Score, after: Score) -> str:
+    """Why two scores of a task cannot be compared, or ""."""
+    for name in ("metric", "items", "calculator"):
+        values = getattr(after, name), getattr(before, name)
+        if None not in values and values[0] != values[1]:
+            return f"{name} {values[0]} against {values[1]}"
+    return ""
+
+
+def _interval(before: Score, after: Score) -> tuple[float, float, float, str] | None:
+    """Difference, lower and upper end of its 95 % interval, and whose it is; None where no standard error is known."""
+    difference = after.value - before.value
+    if before.samples and after.samples and before.samples.keys() == after.samples.keys():
+        low, high = _bootstrap(tuple(after.samples[item] - value for item, value in before.samples.items()))
+        return difference, low, high, "paired bootstrap"
+    if before.stderr is None or after.stderr is None:
+        return None
+    margin = 2 * math.hypot(before.stderr, after.stderr)
+    return difference, difference - margin, difference + margin, "two standard errors"
+
+
+@functools.cache  # table, verdict and plot ask for it, and thousands of items take a second
+def _bootstrap(differences: tuple[float, ...]) -> tuple[float, float]:
+    """The 95 % percentile interval of the mean: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13."""
+    import numpy as np  # here, so that a comparison without samples comes without scipy
+    from scipy import stats
+
+    if len(set(differences)) == 1:  # also that of a single item, which scipy refuses
+        return differences[0], differences[0]
+    # batch: resamples at once, each of which holds an index and a value for each item.
+    found = stats.bootstrap((differences,), np.mean, n_resamples=10_000, batch=100, method="percentile", rng=0)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 def verdict(baseline: dict, other: dict) -> str:
     """One sentence on how a run did against another: better, worse or not distinguishable, measure by measure.
 
-    Two scores are distinguishable if they differ by more than two standard errors of their difference, which is
-    sqrt(se1^2 + se2^2). Bits per byte have no standard error: the lower is better. Geometry is lower or higher.
+    Two scores are distinguishable if the 95 % interval of their difference, as `differences` takes it, excludes 0.
+    Scores on other numbers of items, by other metrics or of which one had the calculator are not comparable. Bits per
+    byte have no standard error: the lower is better. Geometry is lower or higher.
 
     Args:
         baseline, other: rows of `rows`. What only one of them knows is left out.
     """
-    parts = []
-    for task, (value, error) in other["scores"].items():
-        if task in baseline["scores"]:
-            value_before, error_before = baseline["scores"][task]
-            figures = f"{_score((value, error))} against {_score((value_before, error_before))}"
-            if error is None or error_before is None:
-                word = _word(value - value_before, "better", "worse") + " without a known standard error"
-            elif abs(value - value_before) <= 2 * math.hypot(error, error_before):
-                word = "not distinguishable"
-            else:
-                word = _word(value - value_before, "better", "worse")
-            parts.append(f"{task} {word} ({figures})")
+    parts = [
+        f"{task} {_judged(baseline['scores'][task], score)}"
+        for task, score in other["scores"].items()
+        if task in baseline["scores"]
+    ]
     for name, key, form, more, less in (
         ("bits per byte", "bits_per_byte", ".4f", "worse", "better"),
         ("within-sequence share", "within_sequence_share", ".3f", "higher", "lower"),
@@ -162,24 +316,117 @@ def verdict(baseline: dict, other: dict) -> str:
     return f"{names[0]} against {names[1]}, here: {found}; one seed is no evidence for or against Laplacian heads."
 
 
+def _judged(before: Score, after: Score) -> str:
+    figures = f"{_figures(after)} against {_figures(before)}"
+    mismatch = _mismatch(before, after)
+    if mismatch:
+        return f"not comparable ({figures}: {mismatch})"
+    word = _word(after.value - before.value, *(("worse", "better") if after.lower_is_better else ("better", "worse")))
+    interval = _interval(before, after)
+    if interval is None:
+        return f"{word} without a known standard error ({figures})"
+    difference, low, high, method = interval
+    if low <= 0 <= high:
+        word = "not distinguishable"
+    return f"{word} ({figures}: difference {difference:+.4f}, 95 % interval {low:+.4f} to {high:+.4f} by {method})"
+
+
 def _word(difference: float, more: str, less: str) -> str:
     return "equal" if difference == 0 else more if difference > 0 else less
 
 
+def paper(rows: list[dict]) -> str:
+    """The figures of arXiv 2602.09297 beside those of runs, in percent, with what is doubtful about them, as Markdown.
+
+    Args:
+        rows: rows of `rows`. A measure that none of them has is left out; eval/paper.yaml says which task is which.
+    """
+    data = yaml.safe_load(PAPER.read_text(encoding="utf-8"))
+    lines, doubts = [], []
+
+    def cell(measure, entries, k_is_shown=False):
+        texts = []
+        for entry in entries:
+            if entry["measure"] == measure:
+                text = f"{entry['value']:.2f}" + ("" if entry["std"] is None else f" ± {entry['std']:.2f}")
+                if k_is_shown:
+                    text += f" (k={entry['k']})"
+                if entry["doubt"] is not None:
+                    if entry["doubt"] not in doubts:
+                        doubts.append(entry["doubt"])
+                    text += f" [{doubts.index(entry['doubt']) + 1}]"
+                texts.append(text)
+        return ", ".join(texts)
+
+    baseline = [entry for entry in data["paper"] if entry["k"] == 0]
+    others = [entry for entry in data["paper"] if entry["k"] != 0]
+    for measure, place in data["tasks"].items():
+        scores = [_percent(row["scores"].get(place["task"]), place["metric"]) for row in rows]
+        if any(scores):
+            published = cell(measure, baseline), cell(measure, others, True), cell(measure, data["nanochat d20"])
+            lines.append([measure, *published, *(_figures(score, ".2f") for score in scores)])
+    if not lines:
+        return (
+            "No run has a measure of the paper's table; score the tasks that are: laplacian-heads eval MODEL "
+            "tasks=[chatcore_paper]."
+        )
+    heads = ["measure", "paper, k=0", "paper, other k", "nanochat d20, k=0", *(row["run"] for row in rows)]
+    columns = dict(zip(heads, zip(*lines, strict=True), strict=True))
+    parts = [
+        "Beside the figures of arXiv 2602.09297, in percent, from the sources that eval/paper.yaml names; ± is the "
+        "standard deviation over seeds there and one standard error here:",
+        _markdown({head: cells for head, cells in columns.items() if any(cells)}),
+        *(["\n".join(f"- [{i}] {doubt}" for i, doubt in enumerate(doubts, start=1))] if doubts else []),
+        "The runs are other models on other budgets than the paper's, unless they were trained by the same recipe.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _percent(score: Score | None, metric: str) -> Score | None:
+    """A task's score by one of its metrics, in percent."""
+    if score is None:
+        return None
+    for entry in ({"metric": score.metric, "value": score.value, "stderr": score.stderr}, *score.others):
+        if entry["metric"].partition(",")[0] == metric:
+            error = None if entry["stderr"] is None else 100 * entry["stderr"]
+            return dataclasses.replace(score, metric=metric, value=100 * entry["value"], stderr=error)
+    return None
+
+
 def plot(rows: list[dict], folder: Path) -> None:
-    """Write scores.png, geometry.png and loss.png into a folder, each if a run has what it shows."""
+    """Write scores.png, differences.png, geometry.png and loss.png into a folder, each if a run has what it shows.
+
+    Of the scores those of which the higher is better: perplexities have a scale of their own.
+    """
     from laplacian_heads.eval import plots  # here, so that the table comes without matplotlib
 
-    scores = {row["run"]: row["scores"] for row in rows if row["scores"]}
+    scores, of_task = {}, {}
+    for row in rows:
+        for task, score in row["scores"].items():
+            if not score.lower_is_better:
+                scores.setdefault(row["run"], {})[task] = score.value, score.stderr
+                of_task.setdefault(task, []).append(score)
     if scores:
         chance = {task: value for row in rows for task, value in row["chance"].items()}
-        plots.scores(scores, chance, folder / "scores.png")
+        labels = {task: _label(task, found) for task, found in of_task.items()}
+        plots.scores(scores, chance, labels, folder / "scores.png")
+    found = [each for each in differences(rows) if not each["lower_is_better"]]
+    if found:
+        # All are on as many items as the baseline.
+        labels = {task: _label(task, [score]) for task, score in rows[0]["scores"].items()}
+        plots.differences(found, [row["run"] for row in rows], labels, folder / "differences.png")
     layers = {row["run"]: row["layers"] for row in rows if row["layers"]}
     if layers:
         plots.geometry(layers, folder / "geometry.png")
     logs = {row["run"]: row["log_history"] for row in rows if row["log_history"]}
     if logs:
         plots.loss(logs, folder / "loss.png")
+
+
+def _label(task: str, scores: list[Score]) -> str:
+    """A task's name, and below it on how many of its items it was scored, unless on all."""
+    notes = dict.fromkeys(f"{score.items} of {score.of} items" if score.limited else "all items" for score in scores)
+    return task if list(notes) == ["all items"] else f"{task}\n{' or '.join(notes)}"
 
 
 def compare(recipe: CompareRecipe, dry_run: bool = False) -> None:
@@ -196,7 +443,13 @@ def compare(recipe: CompareRecipe, dry_run: bool = False) -> None:
         print(f"Would read {', '.join(RESULTS)} of {', '.join(recipe.models)}, into {recipe.output or 'no folder'}.")
         return
     found = rows(runs)
-    text = "\n\n".join([table(found), *(verdict(found[0], other) for other in found[1:])])
+    parts = [table(found)]
+    if found_differences := differences(found):
+        parts.append(differences_table(found_differences))
+    parts += [verdict(found[0], other) for other in found[1:]]
+    if recipe.paper:
+        parts.append(paper(found))
+    text = "\n\n".join(parts)
     print(text)
     if recipe.output is not None:
         output = Path(recipe.output).expanduser()

@@ -54,16 +54,17 @@ def loss(runs: dict[str, list[dict]], path: Path) -> None:
     _save(figure, panels[0], path)
 
 
-def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], path: Path) -> None:
+def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: dict[str, str], path: Path) -> None:
     """Task scores as bars, with one standard error to both sides and a line for chance.
 
     Args:
         runs: name of each run, and for each of its tasks (score, standard error or None).
         chance: for some of the tasks the score of guessing.
+        labels: for each task what stands below its bars, in one or more lines.
         path: the PNG file to write.
     """
     tasks = list(dict.fromkeys(task for run in runs.values() for task in run))
-    names = max(map(len, tasks))  # characters of about 0.08 inches
+    names = max(len(line) for task in tasks for line in labels[task].split("\n"))  # characters of about 0.08 inches
     figure, (axes,) = _figure(1, width=max(6, 1 + len(tasks) * max(0.5 + 0.25 * len(runs), 0.2 + 0.08 * names)))
     width = 0.8 / len(runs)
     for i, (name, run) in enumerate(runs.items()):
@@ -83,13 +84,58 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], path: Pa
         places, values = zip(*known, strict=True)
         ends = [place - 0.45 for place in places], [place + 0.45 for place in places]
         axes.hlines(values, *ends, colors="black", linestyles="dashed", label="chance")
-    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_xticks(range(len(tasks)), [labels[task] for task in tasks])
     axes.set(title="Tasks", ylabel="score, ± one standard error", ylim=(0, 1.03))
     _save(figure, axes, path)
 
 
-def _figure(panels: int, width: float | None = None) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width or 4.8 * panels + 0.6, 4), dpi=150, layout="constrained")
+def differences(found: list[dict], runs: list[str], labels: dict[str, str], path: Path) -> None:
+    """How far scores lie from the baseline's, as points with their intervals, one line for each task and run.
+
+    Args:
+        found: differences as `eval.compare.differences` gives them, of one baseline.
+        runs: names of all runs, in the order of `scores`, so that each has the same colour there and here.
+        labels: for each task what stands beside its lines.
+        path: the PNG file to write.
+    """
+    tasks = list(dict.fromkeys(each["task"] for each in found))
+    shown = [run for run in runs if any(each["run"] == run for each in found)]
+    names = max(map(len, runs))  # characters of about 0.09 inches
+    figure, (axes,) = _figure(
+        1, width=max(7.5, 3 + 0.09 * names), height=1.4 + len(tasks) * max(0.42, 0.2 + 0.17 * len(shown))
+    )
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+    for place in range(0, len(tasks), 2):
+        axes.axhspan(place - 0.5, place + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
+    axes.axvline(0, color="black", linewidth=1)
+    for i, run in enumerate(shown):
+        own = [each for each in found if each["run"] == run]
+        values = [each["difference"] for each in own]
+        axes.errorbar(
+            values,
+            [tasks.index(each["task"]) + 0.7 * ((i + 0.5) / len(shown) - 0.5) for each in own],
+            xerr=[
+                [each["difference"] - each["low"] for each in own],
+                [each["high"] - each["difference"] for each in own],
+            ],
+            label=run,
+            markersize=5,
+            capsize=2,
+            **{**_style(runs.index(run)), "linestyle": "none", "linewidth": None, "elinewidth": 1.6},
+        )
+    axes.set_yticks(range(len(tasks)), [labels[task] for task in tasks])
+    axes.tick_params(axis="y", length=0)
+    axes.set(
+        title=f"Difference from {found[0]['baseline']}",
+        xlabel="difference of the score with its 95 % interval; to the right is better",
+        ylim=(len(tasks) - 0.5, -0.5),  # the first task above
+    )
+    _save(figure, axes, path)
+
+
+def _figure(panels: int, width: float | None = None, height: float = 4) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width or 4.8 * panels + 0.6, height), dpi=150, layout="constrained")
     all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in all_axes:
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)

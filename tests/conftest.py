@@ -146,3 +146,14 @@ def hub(tmp_path_factory):
         pytest.skip("the Hub for tests, shared/tools/loopback_hub.py beside the repository, is not here")
     with serving(tmp_path_factory.mktemp("hub")) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def seeded_hub(tmp_path_factory):
+    """The environment of a process that is to use a Hub with some rows of the datasets that the recipes name."""
+    seed = LOOPBACK_HUB.parents[1] / "hub"
+    if not seed.is_dir():
+        pytest.skip("the Hub for tests and its rows, shared/ beside the repository, are not here")
+    root = tmp_path_factory.mktemp("hub")
+    with serving(root / "hub", "--seed", seed) as served:
+        yield {**os.environ, **served.env, "HF_HOME": str(root / "home")}

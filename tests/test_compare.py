@@ -1,14 +1,30 @@
-"""Runs side by side: what is read from their folders, the table, the verdict and the plots."""
+"""Runs side by side: what is read from their folders, the tables, the verdict and the plots."""
 
 import json
+import warnings
 
+import numpy as np
 import pytest
 
 from laplacian_heads import recipes
-from laplacian_heads.eval.compare import CompareRecipe, compare, read, rows, table, verdict
+from laplacian_heads.eval import compare as module
+from laplacian_heads.eval import plots
+from laplacian_heads.eval.compare import (
+    CompareRecipe,
+    Score,
+    compare,
+    differences,
+    differences_table,
+    plot,
+    read,
+    rows,
+    table,
+    verdict,
+)
 
 
 def score(value, stderr, chance=None):
+    """An entry of eval.json as it was before it told of the calculator and of samples."""
     return {"metric": "acc", "value": value, "stderr": stderr, "items": 500, "chance": chance, "others": []}
 
 
@@ -60,7 +76,10 @@ def test_earlier_folder_is_believed_where_two_know(folder):
     known = read([folder / "pretrained", folder / "tuned"])
     assert known["bits_per_byte"] == 1.75
     assert known["tokens_per_second"] == 12345.6
-    assert known["scores"] == {"choice": (0.5, 0.02), "sums": (0.3, None)}
+    assert known["scores"] == {
+        "choice": Score(metric="acc", value=0.5, stderr=0.02, items=500),
+        "sums": Score(metric="acc", value=0.3, items=500),
+    }
     assert known["chance"] == {"choice": 0.25}
     assert known["within_sequence_share"] == 0.8
     assert known["components_99"] == 10.5 * 0.8
@@ -92,6 +111,12 @@ def test_table_has_a_column_for_all_that_is_known(folder):
     assert [cell.strip() for cell in head.split("|")[1:-1]] == ["run", "Laplacian heads", "bits per byte", "tokens/s"]
 
 
+def row(run, **scores):
+    unknown = ("laplacian_heads", "bits_per_byte", "stage", "tokens_per_second")
+    geometry = {"within_sequence_share": None, "components_99": None, "layers": []}
+    return {"run": run, **dict.fromkeys(unknown), "scores": scores, "chance": {}, "log_history": [], **geometry}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "word"),
     [
@@ -104,11 +129,8 @@ def test_table_has_a_column_for_all_that_is_known(folder):
     ],
 )
 def test_verdict_on_a_score(before, after, word):
-    row = {
-        "run": "a",
-        **dict.fromkeys(("laplacian_heads", "bits_per_byte", "stage", "within_sequence_share", "components_99")),
-    }
-    sentence = verdict({**row, "scores": {"choice": before, "x": (0, 0)}}, {**row, "scores": {"choice": after}})
+    baseline = row("a", choice=Score("acc", *before), x=Score("acc", 0, 0))
+    sentence = verdict(baseline, row("b", choice=Score("acc", *after)))
     assert f"here: choice {word} (" in sentence
     assert "x " not in sentence.replace("choice ", "")
 
@@ -117,7 +139,8 @@ def test_verdict_is_one_sentence_on_every_measure(folder):
     found = rows({"k=0": [folder / "pretrained", folder / "tuned"], "k=3": [folder / "laplacian"]})
     assert verdict(*found) == (
         "k=3 (Laplacian heads: 3) against k=0 (Laplacian heads: 0), here: choice better (0.600 ± 0.020 against 0.500 ± "
-        "0.020); bits per byte better (1.7000 against 1.7500); within-sequence share lower (0.600 against 0.800); "
+        "0.020: difference +0.1000, 95 % interval +0.0434 to +0.1566 by two standard errors); bits per byte better "
+        "(1.7000 against 1.7500); within-sequence share lower (0.600 against 0.800); "
         "components lower (6.3 against 8.4); one seed is no evidence for or against Laplacian heads."
     )
     assert "bits per byte worse (1.7500 against 1.7000)" in verdict(*found[::-1])
@@ -134,11 +157,12 @@ def test_verb_prints_and_writes(folder, capsys):
     compare(recipe(folder, "tuned", "laplacian", output=str(folder / "out")), dry_run=True)
     assert not (folder / "out").exists()
     compare(recipe(folder, "tuned", "laplacian", output=str(folder / "out")))
-    names = ["compare.md", "geometry.png", "loss.png", "scores.png"]
+    names = ["compare.md", "differences.png", "geometry.png", "loss.png", "scores.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
     text = (folder / "out" / "compare.md").read_text()
     assert text == printed
     assert "one seed is no evidence" in text
+    assert "+0.0434 to +0.1566" in text.split("\n\n")[1]
 
 
 def test_run_without_results_is_named(folder):
@@ -153,7 +177,7 @@ def test_model_of_the_hub_is_read_where_it_was_measured(folder, monkeypatch, cap
     (folder / "laplacian").rename(folder / "measured")
     (folder / "runs" / "eval").mkdir(parents=True)
     (folder / "measured").rename(folder / "runs" / "eval" / "owner--name")
-    compare(CompareRecipe(models=["tuned", "owner/name"], output=None))
+    compare(CompareRecipe(models=["tuned", "owner/name"], output=None, paper=False))
     assert "| owner/name | 3 " in capsys.readouterr().out
 
 
@@ -189,3 +213,216 @@ def test_bits_per_byte_of_different_stages_are_not_compared(tmp_path):
         (found[bits],) = rows({folder.name: [folder]})
     assert "bits per byte" not in verdict(found[1.1], found[2.2])
     assert "bits per byte worse (2.3000 against 2.2000)" in verdict(found[2.2], found[2.3])
+
+
+def write_run(folder, task="choice", metric="acc", values=None, items=None, filtered="none", **entry):
+    """A run that was scored on one task, with its samples if there are values: {(doc_id, doc_hash): value}."""
+    (folder / "eval").mkdir(parents=True)
+    if values is not None:
+        numbers = list(values.values())
+        entry = {"value": np.mean(numbers).item(), "stderr": (np.std(numbers) / len(numbers) ** 0.5).item(), **entry}
+        entry["samples"] = f"eval/samples_{task}.jsonl"
+        lines = [
+            {"doc_id": i, "doc_hash": hashed, "doc": {}, "filter": filtered, metric.partition(",")[0]: value}
+            for (i, hashed), value in values.items()
+        ]
+        lines.append({"doc_id": 0, "doc_hash": "h0", "filter": "another filter", metric.partition(",")[0]: 77.0})
+        (folder / entry["samples"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        items = items or len(numbers)
+    entry = {"metric": metric, "items": items, "of": items, "chance": 0.25, "calculator": True, "others": [], **entry}
+    (folder / "eval.json").write_text(json.dumps({"checkpoint": "c0ffee", "tasks": {task: entry}}))
+
+
+def draw(seed, items=200, share=0.5):
+    values = np.random.default_rng(seed).random(items) < share
+    return {(i, f"h{i}"): float(value) for i, value in enumerate(values)}
+
+
+def both(folder):
+    return rows({name: [folder / name] for name in ("a", "b")})
+
+
+def test_score_is_read_as_it_was_written(tmp_path):
+    others = [{"metric": "pass@1", "value": 0.1, "stderr": None}]
+    values = {(3, "three"): 1.0, (4, "four"): 0.0}
+    write_run(tmp_path / "a", metric="pass@10", values=values, of=2376, calculator=False, stderr=0.5, others=others)
+    expected = Score("pass@10", 0.5, 0.5, items=2, of=2376, calculator=False, samples=values, others=others)
+    found = read([tmp_path / "a"])
+    assert found["scores"] == {"choice": expected}
+    assert found["chance"] == {"choice": 0.25}
+
+
+@pytest.mark.parametrize("filtered", ["none", "strict"])
+def test_interval_of_a_pair_is_the_bootstrap_over_its_items(tmp_path, filtered):
+    """Against resampling in a loop; the answers agree on most items, so unpaired scores would tell far less."""
+    metric = "acc" if filtered == "none" else f"acc,{filtered}"
+    before = draw(0)
+    after = {item: 1.0 if i < 25 else value for i, (item, value) in enumerate(before.items())}
+    shuffled = {item: after[item] for item in [list(after)[i] for i in np.random.default_rng(5).permutation(200)]}
+    write_run(tmp_path / "a", metric=metric, values=before, filtered=filtered)
+    write_run(tmp_path / "b", metric=metric, values=shuffled, filtered=filtered)
+    (found,) = differences(both(tmp_path))
+
+    gains = np.array([after[item] - before[item] for item in before])
+    random = np.random.default_rng(12345)
+    means = [random.choice(gains, len(gains)).mean() for _ in range(4000)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert found["difference"] == pytest.approx(gains.mean())
+    assert found["low"] == pytest.approx(low, abs=0.006)
+    assert found["high"] == pytest.approx(high, abs=0.006)
+    assert low > 0
+    assert found["method"] == "paired bootstrap"
+    assert found["items"] == "200"
+    # The same figures without the items, for which the two-standard-errors rule sees nothing.
+    for name in "ab":
+        (tmp_path / name / "eval/samples_choice.jsonl").unlink()
+    (unpaired,) = differences(both(tmp_path))
+    assert unpaired["method"] == "two standard errors"
+    assert unpaired["low"] < 0 < unpaired["high"]
+    assert "by two standard errors" in verdict(*both(tmp_path))
+
+
+def test_bootstrap_is_the_same_every_time():
+    gains = tuple(np.random.default_rng(3).normal(size=50))
+    first = module._bootstrap(gains)
+    module._bootstrap.cache_clear()
+    assert module._bootstrap(gains) == first
+
+
+@pytest.mark.parametrize("change", ["an item is another", "not of this score", "no number", "other count"])
+def test_scores_are_not_paired_on_other_items(tmp_path, change):
+    values = draw(1)
+    write_run(tmp_path / "a", values=values)
+    if change == "an item is another":
+        other = {**{key: value for key, value in values.items() if key != (0, "h0")}, (0, "changed"): values[0, "h0"]}
+        write_run(tmp_path / "b", values=other)
+    elif change == "not of this score":
+        write_run(tmp_path / "b", values=values, value=0.123)
+    elif change == "no number":
+        write_run(tmp_path / "b", values=values)
+        path = tmp_path / "b/eval/samples_choice.jsonl"
+        path.write_text(path.read_text().replace('"acc": 1.0', '"acc": [1.0, 4]'))
+    else:
+        write_run(tmp_path / "a2", values=values, items=300)
+        write_run(tmp_path / "b", values=values, items=300)
+        (tmp_path / "a").rename(tmp_path / "unused")
+        (tmp_path / "a2").rename(tmp_path / "a")
+    (found,) = differences(both(tmp_path))
+    assert found["method"] == "two standard errors"
+
+
+@pytest.mark.parametrize(("gain", "word"), [(0.0, "not distinguishable"), (1.0, "better"), (-1.0, "worse")])
+@pytest.mark.parametrize("items", [1, 5])
+def test_equal_differences_are_their_own_interval(tmp_path, gain, word, items):
+    start = 1.0 if gain < 0 else 0.0
+    write_run(tmp_path / "a", values={(i, "h"): start for i in range(items)})
+    write_run(tmp_path / "b", values={(i, "h"): start + gain for i in range(items)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = differences(both(tmp_path))
+        assert f"choice {word} (" in verdict(*both(tmp_path))
+    assert (found["low"], found["high"], found["method"]) == (gain, gain, "paired bootstrap")
+
+
+@pytest.mark.parametrize("metric", ["bits_per_byte", "word_perplexity", "byte_perplexity", "perplexity"])
+@pytest.mark.parametrize("stderr", [0.01, None])
+def test_lower_is_better_where_it_is(metric, stderr):
+    before, after = Score(metric, 1.5, stderr), Score(metric, 1.2, stderr)
+    assert "text better" in verdict(row("a", text=before), row("b", text=after))
+    assert "text worse" in verdict(row("a", text=after), row("b", text=before))
+    assert "text worse" in verdict(row("a", text=Score("f1", 1.5, stderr)), row("b", text=Score("f1", 1.2, stderr)))
+
+
+def test_perplexities_are_not_drawn_among_scores(tmp_path):
+    found = [row(name, text=Score("word_perplexity", value, 0.1)) for name, value in (("a", 30.0), ("b", 20.0))]
+    assert differences(found)[0]["difference"] == -10
+    plot(found, tmp_path)
+    assert not list(tmp_path.iterdir())
+    for each in found:
+        each["scores"]["choice"] = Score("acc", 0.5, 0.1)
+    plot(found, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"scores.png", "differences.png"}
+
+
+def test_fewer_items_are_said_everywhere(tmp_path, monkeypatch):
+    limited = {"items": 20, "of": 2376}
+    found = [
+        row("a", choice=Score("acc", 0.3, 0.01, **limited), sums=Score("acc", 0.1, 0.01, items=9, of=9)),
+        row("b", choice=Score("acc", 0.31, 0.01, **limited), sums=Score("acc", 0.2, 0.01, items=9, of=9)),
+    ]
+    assert "| 0.310 ± 0.010 (20 of 2376 items) |" in table(found)
+    assert table(found).count("items") == 2
+    assert "(0.310 ± 0.010 (20 of 2376 items) against 0.300 ± 0.010 (20 of 2376 items): difference" in verdict(*found)
+    cells = [[cell.strip() for cell in line.split("|")] for line in differences_table(differences(found)).split("\n")]
+    assert cells[0][1:-1] == [
+        *("task", "metric", "run against baseline", "difference", "95 % interval", "items", "method")
+    ]
+    assert cells[2][1:-1] == [
+        *("choice", "acc", "b against a", "+0.0100", "-0.0183 to +0.0383", "20 of 2376", "two standard errors")
+    ]
+    assert cells[3][6] == "9"
+
+    drawn = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, axes, path: drawn.update({path.name: axes}))
+    plot(found, tmp_path)
+    labels = ["choice\n20 of 2376 items", "sums"]
+    assert [label.get_text() for label in drawn["scores.png"].get_xticklabels()] == labels
+    assert [label.get_text() for label in drawn["differences.png"].get_yticklabels()] == labels
+    found[1]["scores"]["choice"] = Score("acc", 0.31, 0.01, items=2376, of=2376)
+    plot(found, tmp_path)
+    (label, _) = drawn["scores.png"].get_xticklabels()
+    assert label.get_text() == "choice\n20 of 2376 items or all items"
+
+
+def test_intervals_are_drawn_where_they_are(tmp_path, monkeypatch):
+    """A line for each task and run, the first task above, each run in the colour that it has among the scores."""
+    means = {"a": (0.5, 0.4), "b": (0.6, 0.3), "c": (0.45, 0.4)}
+    found = [row(run, x=Score("acc", x, 0.01), y=Score("acc", y, 0.02)) for run, (x, y) in means.items()]
+    drawn = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, axes, path: drawn.update({path.name: axes}))
+    plot(found, tmp_path)
+    axes = drawn["differences.png"]
+    for (points, _, (bars,)), run in zip(axes.containers, "bc", strict=True):
+        assert points.get_color() == plots.COLOURS["abc".index(run)]
+        expected = [after - before for before, after in zip(means["a"], means[run], strict=True)]
+        assert points.get_xdata() == pytest.approx(expected)
+        assert [round(place) for place in points.get_ydata()] == [0, 1]
+        margins = [2 * 2**0.5 * 0.01, 2 * 2**0.5 * 0.02]
+        ends = [segment[:, 0].tolist() for segment in bars.get_segments()]
+        for (low, high), difference, margin in zip(ends, expected, margins, strict=True):
+            assert (low, high) == pytest.approx((difference - margin, difference + margin))
+    assert axes.yaxis_inverted()
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"items": 20}, "items 20 against 500"),
+        ({"calculator": False}, "calculator False against True"),
+        ({"metric": "acc_norm"}, "metric acc_norm against acc"),
+    ],
+)
+def test_scores_of_other_conditions_are_not_comparable(tmp_path, other, reason):
+    conditions = {"metric": "acc", "items": 500, "calculator": True}
+    before, after = (
+        Score(value=0.2, stderr=0.01, **conditions),
+        Score(value=0.9, stderr=0.01, **{**conditions, **other}),
+    )
+    found = [row("a", choice=before), row("b", choice=after)]
+    assert f"here: choice not comparable (0.900 ± 0.010 against 0.200 ± 0.010: {reason});" in verdict(*found)
+    assert differences(found) == []
+    # What an old file does not tell cannot part them.
+    found[1]["scores"]["choice"] = Score("acc", 0.9, 0.01)
+    assert "choice better" in verdict(*found)
+    assert len(differences(found)) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ['{"doc_id": 1, "doc_ha', "[1]", '{"doc_id": 1, "filter": "none"}', '{"doc_id": 1, "doc_hash": "h"}']
+)
+def test_damaged_samples_are_named(tmp_path, line):
+    write_run(tmp_path / "a", values=draw(1))
+    with open(tmp_path / "a/eval/samples_choice.jsonl", "a") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=r"samples_choice.jsonl is damaged"):
+        compare(recipe(tmp_path, "a"))

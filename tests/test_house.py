@@ -80,7 +80,7 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name.removeprefix("laplacian_heads/") for name in zipfile.ZipFile(wheel).namelist()}
-    assert {*HUB_FILES, "__main__.py", "study.py", "train/stage.py", "eval/harness.py"} <= names
+    assert {*HUB_FILES, "__main__.py", "study.py", "train/stage.py", "eval/harness.py", "eval/paper.yaml"} <= names
     assert {f"recipes/{path.relative_to(ROOT / 'recipes')}" for path in ROOT.glob("recipes/**/*.yaml")} <= names
     assert {f"eval/tasks/{path.name}" for path in ROOT.glob("eval/tasks/*.*")} <= names
     assert not any(name.startswith(("tests", "benchmarks", "docs")) for name in names)

@@ -1,16 +1,13 @@
 """The stages on datasets by their names on the Hub, streamed from one on this machine that has some of their rows."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import LOOPBACK_HUB, serving
 
 from laplacian_heads.train.checkpoints import last_checkpoint
 
-SEED = LOOPBACK_HUB.parents[1] / "hub"
 COMMON = ["context=128", "streams=4", "rows_per_step=4", "batch_size=4", "logging_steps=1", "shuffle_shards=2"]
 SMALL = ["vocab_size=400", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1"]
 MIXTURE = """[
@@ -23,16 +20,6 @@ MIXTURE = """[
 HELD_OUT = '[{data: "HuggingFaceTB/smol-smoltalk::test", rows: 20}, {data: "openai/gsm8k:main:test", rows: 20}]'
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def seeded_hub(tmp_path_factory):
-    """The environment of a process that is to use it."""
-    if not SEED.is_dir():
-        pytest.skip("the Hub for tests and its rows, shared/ beside the repository, are not here")
-    root = tmp_path_factory.mktemp("hub")
-    with serving(root / "hub", "--seed", SEED) as served:
-        yield {**os.environ, **served.env, "HF_HOME": str(root / "home")}
 
 
 def run(env, folder, *arguments):

@@ -7,6 +7,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from laplacian_heads import sources
+from laplacian_heads.problems import letter_question
 from laplacian_heads.shards import Shard, first_rows
 from laplacian_heads.train.streams import MixedStream, Stream, dealt_out
 
@@ -39,10 +40,7 @@ def messages_of(row: dict) -> list[dict]:
 
 
 def _letter_choice(question, choices, letters, right):
-    lines = [f"- {choice}={letter}" for choice, letter in zip(choices, letters, strict=True)]
-    content = "\n".join(
-        [f"Multiple Choice question: {question}", *lines, "", "Respond only with the letter of the correct answer."]
-    )
+    content = letter_question(question, choices, letters)
     return [{"role": "user", "content": content}, {"role": "assistant", "content": right}]
 
 

@@ -17,6 +17,11 @@ def arithmetic(**_) -> dict[str, Dataset]:
     return _documents("arithmetic")
 
 
+def behind_the_last_output(answers: list[list[str]], docs: list[dict]) -> list[str]:
+    """What each document's first answer says behind its last calculator output, or all it says."""
+    return [samples[0].rpartition("<|output_end|>")[2].strip() for samples in answers]
+
+
 def _documents(kind: str) -> dict[str, Dataset]:
     rows = [
         {"question": turns[0]["content"], "answer": turns[-1]["content"]} for turns in problems(kind, "test", ITEMS)
