@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import stages
+from benchmarks import scoring, stages
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,6 +113,8 @@ def main() -> None:
         lines += [f"Laplacian heads against none: {half / none:.3f} of the step time.", ""]
     print("stages", flush=True)
     lines += stages.lines(options.repeats)
+    print("scoring", flush=True)
+    lines += scoring.lines(options.repeats)
     options.output.write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -40,6 +40,10 @@ def memory_gb(field: str) -> float:
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     torch.manual_seed(0)
@@ -53,7 +57,7 @@ def main() -> None:
 
     for _ in sys.stdin:
         before = memory_gb("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        reset_peak()
         start = time.perf_counter()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job["bf16"]):
             loss = step_model(input_ids=ids, labels=ids).loss

@@ -43,7 +43,7 @@ class Score:
         metric: its name, with ",FILTER" behind it where lm-eval filtered the answers.
         value, stderr: the score and its standard error.
         items, of: how many items were scored, and how many the task has.
-        calculator: whether the model had the calculator.
+        calculator, apply_chat_template, generation_kwargs: how it was asked.
         samples: {(doc_id, doc_hash): value} of the items that the score is the mean of.
         others: the task's other metrics, each with metric, value and stderr.
     """
@@ -54,6 +54,8 @@ class Score:
     items: int | None = None
     of: int | None = None
     calculator: bool | None = None
+    apply_chat_template: bool | None = None
+    generation_kwargs: dict | None = None
     samples: dict | None = None
     others: list = dataclasses.field(default_factory=list)
 
@@ -205,7 +207,7 @@ def differences(rows: list[dict]) -> list[dict]:
 
     Where both runs have the values of the same items, the interval is of a paired bootstrap over the items; else it is
     two standard errors to both sides, sqrt(se1^2 + se2^2) being that of the difference. Scores on other numbers of
-    items, by other metrics or of which one had the calculator are left out.
+    items, by other metrics or of models that were asked otherwise are left out.
 
     Args:
         rows: rows of `rows`.
@@ -251,7 +253,7 @@ def differences_table(differences: list[dict]) -> str:
 
 def _mismatch(before: Score, after: Score) -> str:
     """Why two scores of a task cannot be compared, or ""."""
-    for name in ("metric", "items", "calculator"):
+    for name in ("metric", "items", "calculator", "apply_chat_template", "generation_kwargs"):
         values = getattr(after, name), getattr(before, name)
         if None not in values and values[0] != values[1]:
             return f"{name} {values[0]} against {values[1]}"
@@ -287,8 +289,8 @@ def verdict(baseline: dict, other: dict) -> str:
     """One sentence on how a run did against another: better, worse or not distinguishable, measure by measure.
 
     Two scores are distinguishable if the 95 % interval of their difference, as `differences` takes it, excludes 0.
-    Scores on other numbers of items, by other metrics or of which one had the calculator are not comparable. Bits per
-    byte have no standard error: the lower is better. Geometry is lower or higher.
+    Scores on other numbers of items, by other metrics or of models that were asked otherwise are not comparable. Bits
+    per byte have no standard error: the lower is better. Geometry is lower or higher.
 
     Args:
         baseline, other: rows of `rows`. What only one of them knows is left out.

@@ -134,7 +134,8 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
         return
     found["config"].update(model="laplacian-heads", model_args=dataclasses.asdict(recipe))
     samples = found.pop("samples")
-    entries = results.entries(found, recipe.calculator)
+    settings = {key: getattr(recipe, key) for key in ("calculator", "apply_chat_template", "seed", "dtype")}
+    entries = results.entries(found, settings)
     print(results.table(entries))
     print(f"{calculator}, {limit}")
     make_folder(target.parent)

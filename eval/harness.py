@@ -185,7 +185,7 @@ class LaplacianHeadsLM(HFLM):
                     warpers.append(warper(value))
             if arguments:
                 raise ValueError(
-                    f"{next(iter(arguments))} is no setting of sampling; allowed are {', '.join(WARPERS)}."
+                    f"{next(iter(arguments))} is no setting of sampling, allowed are {', '.join(WARPERS)}."
                 )
         arguments.pop("temperature", None)
         # The end of a text is mostly one token, for which no text need be looked through.

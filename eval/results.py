@@ -11,17 +11,17 @@ from huggingface_hub import EvalResult
 FILE = "eval.json"
 
 
-def entries(found: dict, calculator: bool) -> dict[str, dict]:
+def entries(found: dict, settings: dict) -> dict[str, dict]:
     """The scores in what lm-eval returns, by task and group.
 
     Args:
         found: what `lm_eval.simple_evaluate` returns.
-        calculator: whether calculator calls were answered.
+        settings: what else the scores depend on, such as whether calculator calls were answered.
 
     Returns:
         For each task and each group with a score: metric, value and stderr of its first metric and, under others, of
-        the rest; items scored, and of how many; chance, the score of guessing; dataset, its id on the Hub; calculator;
-        the version of lm-eval; samples. None where unknown.
+        the rest; items scored, and of how many; chance, the score of guessing; dataset, its id on the Hub; the task's
+        generation_kwargs; the settings; the version of lm-eval; samples, to be filled in. None where unknown.
     """
     groups = found.get("group_subtasks", {})
 
@@ -44,7 +44,8 @@ def entries(found: dict, calculator: bool) -> dict[str, dict]:
                 "of": of(task),
                 "chance": (config.get("metadata") or {}).get("chance"),
                 "dataset": config.get("dataset_path"),
-                "calculator": calculator,
+                "generation_kwargs": config.get("generation_kwargs"),
+                **settings,
                 "lm_eval_version": importlib.metadata.version("lm_eval"),
                 "samples": None,
                 "others": scores[1:],

@@ -17,6 +17,8 @@ from scripted import chat_tokenizer, save_scripted
 from transformers import AutoModelForCausalLM
 
 from laplacian_heads import recipes
+from laplacian_heads.__main__ import main
+from laplacian_heads.eval import evaluate as evaluation
 from laplacian_heads.eval import sandbox
 from laplacian_heads.eval.calculator import calculate
 from laplacian_heads.eval.evaluate import TASKS, EvalRecipe, evaluate
@@ -516,3 +518,75 @@ def test_another_checkpoint_at_the_same_path_is_another(rows, tmp_path, tiny, ch
     (other, *_) = set(cache.iterdir()) - set(owner)
     with pytest.raises(ValueError, match="holds answers of another checkpoint; give another file"):
         lm_eval.api.model.CachingLM(model, str(other))
+
+
+def refusal(folder, *tasks, error=ValueError, **values):
+    with pytest.raises(error) as raised:
+        score(folder, *tasks, **values)
+    message = " ".join(str(raised.value).split())
+    assert message
+    return message
+
+
+def test_what_cannot_be_scored_is_said_before_the_model_is_read(tmp_path, tiny, chat, monkeypatch):
+    folder = save_random(tmp_path / "model", tiny, chat)
+    monkeypatch.chdir(tmp_path)  # no rows here, and no network
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(evaluation, "LaplacianHeadsLM", None)
+    assert "'chatcore_mmlu'" in refusal(folder, "chatcore_mlmu")
+    message = refusal(folder, "chatcore_mmlu", error=OSError)
+    assert message.startswith("The data of chatcore_mmlu cannot be read: ")
+    assert "cais/mmlu" in message
+    assert "bits_per_byte needs data" in refusal(folder, "bits_per_byte")
+    assert "include_path" in refusal(folder, "chatcore_mmlu", include_path=str(tmp_path / "nowhere"))
+    assert "'float17'" in refusal(folder, "chatcore_mmlu", dtype="float17")
+    assert "batch_size is many, allowed is auto" in refusal(folder, "chatcore_mmlu", batch_size="many")
+
+
+def test_nothing_is_run_that_nobody_allowed(rows, tmp_path, tiny, chat, monkeypatch):
+    folder = save_random(tmp_path / "model", tiny, chat)
+    monkeypatch.setattr(evaluation, "LaplacianHeadsLM", None)
+    message = refusal(folder, "chatcore_humaneval", confirm_run_unsafe_code=False)
+    assert message == "chatcore_humaneval runs code that the model writes; --confirm_run_unsafe_code allows it."
+    monkeypatch.delenv(sandbox.UNSANDBOXED, raising=False)
+    monkeypatch.setattr(sandbox, "why_not_isolated", lambda: "unshare: Operation not permitted")
+    assert "unshare: Operation not permitted" in refusal(folder, "chatcore_humaneval")
+
+
+def test_what_was_run_without_a_sandbox_says_so(rows, tmp_path, monkeypatch):
+    save_scripted(tmp_path / "model", {doc["prompt"]: "no" for doc in HUMANEVAL}, context=2048)
+    monkeypatch.setenv(sandbox.UNSANDBOXED, "1")
+    monkeypatch.setattr(sandbox, "why_not_isolated", lambda: "unshare: Operation not permitted")
+    entries, _ = score(tmp_path / "model", "chatcore_humaneval")
+    assert {other["metric"]: other["value"] for other in entries["chatcore_humaneval"]["others"]}["sandboxed"] == 0
+
+
+def test_tasks_of_ones_own(rows, scripted, tmp_path):
+    """More samples than ten, and fewer."""
+    for name, repeats in (("twelve", 12), ("four", 4)):
+        text = f"include: {TASKS / 'chatcore_gsm8k_pass10.yaml'}\ntask: {name}\nrepeats: {repeats}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    _, samples = score(scripted, "twelve", include_path=str(tmp_path))
+    assert all(len(row["resps"][0]) == 12 for row in samples["twelve"])
+    message = refusal(scripted, "four", include_path=str(tmp_path))
+    assert message == "repeats is 4, allowed for pass@10 is at least 10."
+    message = refusal(scripted, "chatcore_gsm8k_pass10", gen_kwargs={"do_sample": True, "typical_p": 0.9})
+    assert message == "typical_p is no setting of sampling, allowed are temperature, top_k, top_p, min_p."
+
+
+def test_results_that_cannot_be_written_are_named(rows, scripted):
+    """lm-eval itself would only whisper; the scores of before stay."""
+    score(scripted, "chatcore_gsm8k")
+    before = (scripted / "eval.json").read_bytes()
+    for path in (scripted / "eval").iterdir():
+        path.unlink()
+    (scripted / "eval").rmdir()
+    (scripted / "eval").write_text("a file")
+    assert "the results cannot be written" in refusal(scripted, "chatcore_gsm8k", error=OSError)
+    assert (scripted / "eval.json").read_bytes() == before
+
+
+def test_a_switch_of_the_command_line(scripted, capsys):
+    assert main(["eval", str(scripted), "tasks=[chatcore_gsm8k]", "--confirm_run_unsafe_code", "--dry-run"]) == 0
+    assert main(["eval", str(scripted), "--confirm_run_unsafe_cod"]) == 1
+    assert "knows no key 'confirm_run_unsafe_cod'; the nearest is 'confirm_run_unsafe_code'" in capsys.readouterr().err

@@ -399,11 +399,14 @@ def test_intervals_are_drawn_where_they_are(tmp_path, monkeypatch):
     [
         ({"items": 20}, "items 20 against 500"),
         ({"calculator": False}, "calculator False against True"),
+        ({"apply_chat_template": False}, "apply_chat_template False against True"),
+        ({"generation_kwargs": {"top_k": 5}}, "generation_kwargs {'top_k': 5} against {'top_k': 50}"),
         ({"metric": "acc_norm"}, "metric acc_norm against acc"),
     ],
 )
 def test_scores_of_other_conditions_are_not_comparable(tmp_path, other, reason):
-    conditions = {"metric": "acc", "items": 500, "calculator": True}
+    conditions = {"metric": "acc", "items": 500, "calculator": True, "apply_chat_template": True}
+    conditions["generation_kwargs"] = {"top_k": 50}
     before, after = (
         Score(value=0.2, stderr=0.01, **conditions),
         Score(value=0.9, stderr=0.01, **{**conditions, **other}),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from huggingface_hub.utils.sha import git_hash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,11 @@ RESULTS = {
     **{"stage": "sft", "laplacian_heads": [[0, 2], [1, 2, 3]], "parameters": 1, "tokens": 4096, "steps": 8},
     **{"seconds": 1.0, "tokens_per_second": 4096.0, "loss": 2.5, "bits_per_byte": 1.25, "seed": 0},
 }
-TASK = {"metric": "acc", "value": 0.5, "stderr": 0.02, "items": 500, "chance": 0.25, "others": []}
+TASK = {
+    **{"metric": "acc", "value": 0.5, "stderr": 0.02, "items": 500, "of": 500, "chance": 0.25, "dataset": None},
+    **{"calculator": True, "others": [{"metric": "acc_centred", "value": 0.375, "stderr": 0.03}]},
+}
+LIMITED = {**TASK, "items": 20, "dataset": "cais/mmlu", "calculator": False, "others": []}
 STAGED = {
     *("config.json", "generation_config.json", "model.safetensors"),
     *("configuration.py", "laplacian.py", "modeling_laplace_gpt.py"),
@@ -37,7 +42,7 @@ def make_run(folder, model, tokenizer):
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "recipe.yaml").write_text("seed: 0\n")
     (folder / "results.json").write_text(json.dumps(RESULTS))
-    (folder / "eval.json").write_text(json.dumps({"tasks": {"generated_choice": TASK}}))
+    (folder / "eval.json").write_text(json.dumps({"tasks": {"generated_choice": TASK, "mmlu": LIMITED}}))
     (folder / "geometry.json").write_text("{}")
     (folder / "geometry.png").write_bytes(b"\x89PNG")
     (folder / "checkpoint-1").mkdir()
@@ -88,6 +93,16 @@ def test_dry_run_stages_and_verifies(run, capsys):
     for part in ("`[[0, 2], [1, 2, 3]]`", "4,096 tokens in 8 steps", "1.2500 bits", "| 0.500 | 0.020 | 0.250 |"):
         assert part in card
     assert 'from_pretrained("tester/tiny-model", trust_remote_code=True)' in card
+    assert "first 20 of 500" in card
+    found = {
+        (each.dataset_name, each.metric_name, each.metric_value, each.dataset_type)
+        for each in ModelCard(card).data.eval_results
+    }
+    assert found == {
+        ("generated_choice", "acc", 0.5, "generated_choice"),
+        ("generated_choice", "acc_centred", 0.375, "generated_choice"),
+        ("mmlu", "acc, first 20 of 500 items, without calculator", 0.5, "cais/mmlu"),
+    }
 
 
 def test_interrupted_exchange_is_undone(run):
