@@ -39,8 +39,12 @@ VERBS = {
     ),
     "compare": ("eval.compare", "compare", "CompareRecipe", "eval", "models", "compare", "set runs side by side"),
     "chat": ("eval.chat", "chat", "ChatRecipe", "eval", "model", "chat", "talk to a model in the terminal"),
+    "convert": (
+        *("convert", "convert", "ConvertRecipe", "train", "source output", "convert"),
+        "turn a model of nanochat or of transformers into a LaplaceGPT, or back",
+    ),
     "upload": (
-        *("hub_upload", "upload", "UploadRecipe", "train", "model repo", "upload"),
+        *("hub_upload", "upload", "UploadRecipe", "demo", "model repo", "upload"),
         "put a run on the Hub: stage, verify, upload",
     ),
 }
@@ -49,6 +53,7 @@ WHAT_STANDS_FIRST = {
     "recipe": "a recipe file or the name of a shipped recipe",
     "model": "the folder of a model or its name on the Hub",
     "models": "folders of models or their names on the Hub",
+    "source output": "the folder of a model and a new folder",
     "model repo": "the folder of a run and the repository, OWNER/NAME",
 }
 
@@ -84,7 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
             metavar=names,
             help=f"{WHAT_STANDS_FIRST[positionals]}, then keys to set otherwise; --key is key=true",
         )
-        sub.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+        sub.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="only say what would be done; upload does all but the upload",
+        )
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
     options, unknown = parser.parse_known_args(arguments)
     # --key is key=true, for keys that are switches.

@@ -15,6 +15,9 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 
+# Of what a saved model means. It grows when a saved model would mean something else to earlier code.
+FORMAT_VERSION = 1
+
 AUTO_MAP = {
     "AutoConfig": "configuration.LaplaceGPTConfig",
     "AutoModel": "modeling_laplace_gpt.LaplaceGPTModel",
@@ -37,10 +40,11 @@ class LaplaceGPTConfig(NanoChatConfig):
         initializer_range: factor on nanochat's initial standard deviations.
         return_logits: whether the model returns logits beside the loss when it is given labels. The loss needs only a
             block of them at a time, so False saves most of the memory of a large vocabulary.
+        format_version: what a saved model means; code refuses versions that are newer than itself.
         Every other field: as in `NanoChatConfig`.
 
     Raises:
-        ValueError: a value of laplacian_heads or laplacian_share, or a size, is not allowed.
+        ValueError: a value of laplacian_heads or laplacian_share, a size or the format's version is not allowed.
     """
 
     model_type = "laplace_gpt"
@@ -50,6 +54,7 @@ class LaplaceGPTConfig(NanoChatConfig):
     laplacian_heads: Any = 0
     laplacian_share: Any = 1.0
     return_logits: bool = False
+    format_version: int = FORMAT_VERSION
 
     vocab_size: int = 65536
     hidden_size: int = 1280
@@ -67,6 +72,11 @@ class LaplaceGPTConfig(NanoChatConfig):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}, allowed is an integer of at least 1.")
+        if not 1 <= self.format_version <= FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {self.format_version}, allowed is 1 to {FORMAT_VERSION}: newer code saved "
+                "the model; upgrade laplacian-heads."
+            )
         unknown = [name for name in kwargs if name.startswith("laplacian_")]
         if unknown:  # transformers keeps a key it does not know; here it would be a model without its heads
             raise ValueError(f"There is no field {unknown[0]}, allowed are laplacian_heads and laplacian_share.")

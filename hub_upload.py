@@ -16,29 +16,40 @@ import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from laplacian_heads import laplacian
+from laplacian_heads import laplacian, model_card
 from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
-from laplacian_heads.eval import results
 
 ROOT = Path(laplacian.__file__).parent
 CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
-MEASURED = ("recipe.yaml", "results.json", "eval.json", "geometry.json", "*.png")  # copied from the run where it is
+MEASURED = ("results.json", "eval.json", "geometry.json", "*.png")  # copied from the run where it is
+SHARD = "2GB"  # of the weights, at most; a broken transfer begins again with a shard
 SUFFIXES = {".safetensors", ".json", ".jinja", ".md", ".png", ".py", ".yaml"}  # nothing pickled
-TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
+# What of an earlier upload must not stay beside this one: other shards, code and recipes.
+REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", "recipe*.yaml"]
+SECRETS = {
+    "a token of the Hub": rb"hf_[A-Za-z0-9]{20,}",
+    "a token of GitHub": rb"gh[oprsu]_[A-Za-z0-9]{36}|github_pat_\w{40,}",
+    "a key of AWS": rb"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])",
+    "a key of OpenAI or Anthropic": rb"sk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}",
+    "a key of Google": rb"AIza[A-Za-z0-9_-]{35}",
+    "a token of Slack": rb"xox[abprs]-[A-Za-z0-9-]{20,}",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+}
 
 # What a user of the Hub's repository does, who does not have this package.
 FRESH_PROCESS = """
-import sys
+import contextlib, io, sys
 sys.modules["laplacian_heads"] = None
 import json, torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-folder, expected, threads = sys.argv[1:]
+folder, expected, threads, snippets = sys.argv[1:]
 torch.set_num_threads(int(threads))
 expected = load_file(expected)
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -49,13 +60,28 @@ with torch.no_grad():
 generated = model.generate(expected["ids"][:1, :4], max_new_tokens=4, min_new_tokens=4, do_sample=False)
 message = {"role": "user", "content": "Hello"}
 chat = tokenizer.chat_template and tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-print(json.dumps({
+found = {
     "code": [type(thing).__module__.split(".")[0] for thing in (config, model)],
     "equal": torch.equal(logits, expected["logits"]),
     "generated": generated.shape[1] - 4,
     "tokens": len(tokenizer),
     "chat": chat,
-}))
+    "snippets": {},
+}
+del model
+for name, code in json.loads(snippets).items():
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(code, {})
+        found["snippets"][name] = "runs"
+    except ImportError as error:
+        found["snippets"][name] = f"was not run: there is no {error.name or error}"
+    except Exception as error:
+        how = f"fails: {type(error).__name__}: {error}"
+        if isinstance(error, ConnectionError) or type(error).__module__ == "datasets.exceptions":
+            how = "was not run: its data cannot be reached"
+        found["snippets"][name] = how
+print(json.dumps(found))
 """
 
 
@@ -65,8 +91,13 @@ class UploadRecipe:
 
     model: str | None
     repo: str | None
+    twin: str | None
+    license: str
     private: bool
+    exist_ok: bool
     revision: str | None
+    create_pr: bool
+    tag: str | None
     staging: str | None
 
     def __post_init__(self):
@@ -74,23 +105,29 @@ class UploadRecipe:
             raise ValueError(f"model is {self.model!r}, allowed is the folder of a run.")
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo or "", re.ASCII):
             raise ValueError(f"repo is {self.repo!r}, allowed is OWNER/NAME, in letters, digits, '_', '-' and '.'.")
-        for name in ("revision", "staging"):
+        for name in ("revision", "staging", "twin"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is '', allowed is null or a name.")
+        if self.tag is not None and not re.fullmatch(r"[\w.-]+", self.tag, re.ASCII):
+            raise ValueError(f"tag is {self.tag!r}, allowed are letters, digits, '_', '-' and '.'.")
+        if self.twin is not None and not Path(self.twin).expanduser().is_dir():
+            raise ValueError(f"twin is {self.twin!r}, allowed is null or the folder of a run.")
 
 
 def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
-    """Stage a run's model, verify what is staged, and upload it; a dry run does all but the upload.
+    """Stage a run's model, verify what is staged, upload it and download it again; a dry run ends before the upload.
 
-    The staged folder appears, in the place of an older one, once it is verified.
+    The staged folder appears, in the place of an older one, once it is verified. All files go into one commit. A call
+    that was interrupted is finished by the same call, which does not send again what the Hub has.
 
     Raises:
-        ValueError: the run is no LaplaceGPT, has something that must not be uploaded, or fails where it is verified.
+        ValueError: the run is no LaplaceGPT, has something that must not be uploaded, or fails where it is verified;
+            the token may not write; or the repository holds something else.
         OSError: a file cannot be read or written, or the Hub cannot be reached.
     """
-    if not dry_run and not get_token():
-        raise ValueError("There is no token of the Hub: call `hf auth login`, or set HF_TOKEN.")
     run = Path(recipe.model).expanduser()
+    if not dry_run:
+        _check_token(recipe.repo)
     staging = run / "hub" if recipe.staging is None else Path(recipe.staging).expanduser()
     part, old = (staging.with_name(staging.name + end) for end in (".part", ".old"))
     if staging.exists() and not (staging / "config.json").exists():
@@ -103,10 +140,11 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
     print(f"Staging {run} in {staging}")
     with tempfile.TemporaryDirectory() as folder:
         expected = Path(folder, "expected.safetensors")
-        stage(run, part, recipe.repo, expected)
+        tag = stage(run, part, recipe, expected)
         print("Verifying it in a fresh process without this package")
         for line in verify(part, expected):
             print(f"  {line}")
+    files = hashes(part)
     if staging.exists():
         staging.rename(old)
     part.rename(staging)
@@ -118,40 +156,56 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
         return
 
     print(f"Uploading to {recipe.repo}")
-    api = HfApi()
-    api.create_repo(recipe.repo, private=recipe.private, exist_ok=True)
-    if recipe.revision is not None:
-        api.create_branch(recipe.repo, branch=recipe.revision, exist_ok=True)
-    commit = api.upload_folder(
-        repo_id=recipe.repo,
-        folder_path=staging,
-        revision=recipe.revision,
-        commit_message="Upload LaplaceGPT",
-        delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # a model before it may have had other shards
-    )
-    _compare(staging, api.list_repo_tree(recipe.repo, revision=commit.oid, recursive=True), recipe.repo)
-    print(f"Every file is there with the size and hash it has here: {commit.commit_url}")
+    try:
+        _upload(staging, files, tag, recipe)
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise ValueError(f"The token may not write to {recipe.repo}.") from error
+        raise
 
 
-def stage(run: Path, folder: Path, repo: str, expected: Path) -> None:
+def _check_token(repo: str) -> None:
+    if not get_token():
+        raise ValueError("There is no token of the Hub: call `hf auth login`, or set HF_TOKEN.")
+    try:
+        user = HfApi().whoami()
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise ValueError("The Hub does not know the token: call `hf auth login`, or set HF_TOKEN.") from error
+        raise
+    owner = repo.partition("/")[0]
+    names = [user["name"], *(each["name"] for each in user.get("orgs") or [])]
+    if owner not in names:
+        raise ValueError(f"The token may not write to {repo}, allowed is one of {', '.join(names)} before the '/'.")
+    if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+        raise ValueError(f"The token may not write to {repo}: it is one for reading.")
+
+
+def stage(run: Path, folder: Path, recipe: UploadRecipe, expected: Path) -> str:
     """Write the repository of a run's model.
 
     Args:
         run: the run's folder.
         folder: the folder to write, not there yet.
-        repo: OWNER/NAME, for the model card.
+        recipe: of the repository, its tag and twin.
         expected: the file to write random token ids and the model's logits for them to, for `verify`.
 
+    Returns:
+        The tag that the card's code is pinned to: the recipe's, or one made of the contents.
+
     Raises:
-        ValueError: the run is no LaplaceGPT, its weights are not finite, its tokenizer is larger than its embedding,
-            or a text file has in it what looks like a token of the Hub.
+        ValueError: the run is no LaplaceGPT, its weights are not all there and finite, or its tokenizer is larger than
+            its embedding.
     """
     if not (run / "config.json").is_file():
         raise ValueError(f"model is {run}, which has no config.json; allowed is the folder of a run.")
     config = AutoConfig.from_pretrained(run)
     if not isinstance(config, LaplaceGPTConfig):
         raise ValueError(f"{run} is a {config.model_type}, allowed is a LaplaceGPT; for others use push_to_hub.")
-    model = AutoModelForCausalLM.from_pretrained(run).eval()
+    model, loading = AutoModelForCausalLM.from_pretrained(run, dtype="auto", output_loading_info=True)
+    for name in sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"]):
+        raise ValueError(f"The weight {name} of {run} is missing or of another shape; it is not uploaded.")
+    model.eval()
     tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=False)
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
@@ -166,12 +220,32 @@ def stage(run: Path, folder: Path, repo: str, expected: Path) -> None:
     ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         save_file({"ids": ids, "logits": model(ids).logits.contiguous()}, expected)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=SHARD)
     tokenizer.save_pretrained(folder)
     for pattern in MEASURED:
         for file in run.glob(pattern):
             shutil.copyfile(file, folder / file.name)
-    _card(folder, repo, model).save(folder / "README.md")
+    made = model_card.stages(run)
+    for i, (made_in, *_) in enumerate(made):
+        number = "" if made_in == run else f"_{i + 1}_{made_in.name}"
+        shutil.copyfile(made_in / "recipe.yaml", folder / f"recipe{number}.yaml")
+    tag = recipe.tag
+    if tag is None:
+        contents = json.dumps({name: file for name, file in sorted(hashes(folder).items()) if name[-4:] != ".png"})
+        tag = f"model-{hashlib.sha256(contents.encode()).hexdigest()[:8]}"
+    twin = None if recipe.twin is None else Path(recipe.twin).expanduser()
+    model_card.write(folder, recipe.repo, tag, recipe.license, run, twin)
+    return tag
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a folder, by its path in it."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as data:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(data, "sha256").hexdigest()
+    return found
 
 
 def verify(folder: Path, expected: Path) -> list[str]:
@@ -192,18 +266,22 @@ def verify(folder: Path, expected: Path) -> list[str]:
             raise ValueError(
                 f"{file.name} is staged, allowed are files with the suffixes {', '.join(sorted(SUFFIXES))}."
             )
-        if file.suffix not in (".safetensors", ".png") and TOKEN.search(file.read_bytes()):
-            raise ValueError(f"{file.name} has in it what looks like a token of the Hub; it is not uploaded.")
+        for what, pattern in SECRETS.items():
+            if re.search(pattern, _words(file)):
+                raise ValueError(f"{file.name} has in it what looks like {what}; it is not uploaded.")
     for name in CODE:
         if not (folder / name).exists() or (folder / name).read_bytes() != (ROOT / name).read_bytes():
             raise ValueError(f"The staged {name} is not the file of this package.")
     if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") != AUTO_MAP:
         raise ValueError("The staged config.json does not name the code of every Auto class.")
 
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    snippets = dict(re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)\n```", card, re.MULTILINE | re.DOTALL))
+    local = {name: _local(code, folder) for name, code in snippets.items()}
     with tempfile.TemporaryDirectory() as empty:
         env = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "PYTHONPATH")}
-        env |= {"HF_MODULES_CACHE": str(Path(empty, "modules")), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
-        arguments = map(str, (folder.resolve(), expected, torch.get_num_threads()))
+        env |= {"HF_MODULES_CACHE": str(Path(empty, "modules")), "TOKENIZERS_PARALLELISM": "0"}
+        arguments = map(str, (folder.resolve(), expected, torch.get_num_threads(), json.dumps(local)))
         result = subprocess.run(
             [sys.executable, "-c", FRESH_PROCESS, *arguments],
             cwd=empty,
@@ -220,24 +298,103 @@ def verify(folder: Path, expected: Path) -> list[str]:
         raise ValueError(f"The fresh process did not run the staged code but {found['code']}.")
     if not found["equal"]:
         raise ValueError("The staged model gives other logits than the run's.")
+    for name, how in found["snippets"].items():
+        if how.startswith("fails"):
+            raise ValueError(f"The card's code to {name[0].lower()}{name[1:]} {how}")
     lines = [
         f"code equal to this package's: {', '.join(CODE)}",
         "AutoConfig, AutoModelForCausalLM and AutoTokenizer load it with trust_remote_code=True",
         "its logits for random tokens are those of the run's model, bit for bit",
         f"it generates: {found['generated']} tokens; its tokenizer has {found['tokens']:,} entries",
+        *(f"the card's code {how}: {name}" for name, how in found["snippets"].items()),
     ]
     if found["chat"]:
         lines.append(f"its chat template renders: {found['chat']}")
-    return [*lines, "nothing pickled, no token of the Hub"]
+    return [*lines, "nothing pickled, no token and no key"]
 
 
-def _compare(folder: Path, remote, repo: str) -> None:
-    """Refuse files that the Hub has not as they are here: large ones by their SHA-256, others by git's hash."""
-    remote = {file.path: file for file in remote if hasattr(file, "size")}
+def _words(file: Path) -> bytes:
+    """What of a file could hold a secret: all of it, but of weights the header alone."""
+    if file.suffix != ".safetensors":
+        return file.read_bytes()
+    with file.open("rb") as data:
+        return data.read(min(int.from_bytes(data.read(8), "little"), 2**26))
+
+
+def _local(code: str, folder: Path) -> str:
+    """The code of a snippet as it is tried: with the staged folder, which has no revisions, and on two items."""
+    code = re.sub(r'"[\w.-]+/[\w.-]+"(?=, (?:"revision"|revision))', lambda _: repr(str(folder.resolve())), code)
+    return code.replace('tasks=["arc_easy"]', 'tasks=["arc_easy"], limit=2')
+
+
+def _upload(staging: Path, files: dict[str, str], tag: str, recipe: UploadRecipe) -> None:
+    """Make one commit of a staged folder, tag it, and download it again.
+
+    Args:
+        staging: the folder.
+        files: the hashes that its files had when they were verified.
+        tag: what the card's code is pinned to.
+        recipe: where to.
+    """
+    api, repo = HfApi(), recipe.repo
+    if hashes(staging) != files:
+        raise ValueError(f"{staging} was changed after it was verified; call again.")
+    api.create_repo(repo, private=recipe.private, exist_ok=True)
+    if recipe.revision is not None:
+        api.create_branch(repo, branch=recipe.revision, exist_ok=True)
+    head = api.model_info(repo, revision=recipe.revision).sha
+    there = _remote(api, repo, head)
+    tagged = _remote(api, repo, tag) if not recipe.create_pr else {}
+    if tagged and not _same(tagged, staging):
+        raise ValueError(f"tag is {tag}, which {repo} has for other files; give another tag.")
+    if _same(there, staging):
+        oid = head
+        print(f"{repo} has these files already.")
+    else:
+        if set(there) - {".gitattributes"} and not recipe.exist_ok:
+            raise ValueError(f"{repo} exists and holds other files; --exist_ok makes a new commit there.")
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=staging,
+            revision=recipe.revision,
+            create_pr=recipe.create_pr,
+            parent_commit=head,  # so that nobody else's commit is written over unseen
+            commit_message="Upload LaplaceGPT",
+            delete_patterns=REPLACED,
+        )
+        oid = commit.oid
+    with tempfile.TemporaryDirectory(dir=staging.parent) as cache:
+        print("Downloading it again")
+        found = hashes(Path(snapshot_download(repo, revision=oid, cache_dir=cache)))
+    for name, file in files.items():
+        if found.get(name) != file:
+            raise ValueError(f"{name} in {repo} is not what was uploaded; call again.")
+    if recipe.create_pr:
+        print(f"Every file came back as it was sent. Once it is merged: hf repo tag create {repo} {tag}")
+    else:
+        if not tagged:
+            api.create_tag(repo, tag=tag, revision=oid)
+        print(f"Every file came back as it was sent: {repo} at {tag}, commit {oid}.")
+
+
+def _remote(api: HfApi, repo: str, revision: str) -> dict:
+    """The files of a repository at a revision, by path; none where there is no such revision."""
+    try:
+        tree = api.list_repo_tree(repo, revision=revision, recursive=True)
+        return {file.path: file for file in tree if hasattr(file, "size")}
+    except (RevisionNotFoundError, RepositoryNotFoundError):
+        return {}
+
+
+def _same(remote: dict, folder: Path) -> bool:
+    """Whether a repository has every file of a folder, and of what an upload replaces no other."""
+    names = {path.name for path in folder.iterdir()}
+    if not names <= remote.keys() or any(
+        Path(name).match(pattern) for name in remote.keys() - names for pattern in REPLACED
+    ):
+        return False
     for path in folder.iterdir():
-        file = remote.get(path.name)
-        if file is None:
-            raise ValueError(f"{path.name} is missing in {repo} after the upload; call again.")
+        file = remote[path.name]
         if file.lfs is not None:
             with path.open("rb") as data:
                 there, here = file.lfs.sha256, hashlib.file_digest(data, "sha256").hexdigest()
@@ -245,85 +402,8 @@ def _compare(folder: Path, remote, repo: str) -> None:
             data = path.read_bytes()
             there, here = file.blob_id, hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()
         if (file.size, there) != (path.stat().st_size, here):
-            raise ValueError(f"{path.name} in {repo} differs from the uploaded one; call again.")
-
-
-def _card(folder: Path, repo: str, model) -> ModelCard:
-    config = model.config
-    heads = [len(layer.self_attn.laplacian_heads) for layer in model.model.layers]
-    layout = str(heads[0]) if len(set(heads)) == 1 else f"{min(heads)} to {max(heads)}"
-    if any(heads):
-        kind = f"Of each layer's {config.num_attention_heads} attention heads {layout} are Laplacian: they output"
-        what = f"{kind} `v - P v` where ordinary heads output `P v`."
-    else:
-        what = "It has no Laplacian heads: it is the baseline that models with them are held against."
-    lines = [
-        f"# {repo.partition('/')[2]}",
-        "",
-        "A LaplaceGPT, nanochat's decoder with [Laplacian heads](https://arxiv.org/abs/2602.09297). " + what,
-        "",
-        "| | |",
-        "|---|---|",
-        f"| parameters | {model.num_parameters():,} |",
-        f"| layers, width, heads | {config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads} |",
-        f"| `laplacian_heads` | `{json.dumps(config.laplacian_heads)}` |",
-        f"| context, vocabulary | {config.max_position_embeddings:,}, {config.vocab_size:,} tokens |",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{repo}", trust_remote_code=True)',
-        f'tokenizer = AutoTokenizer.from_pretrained("{repo}", trust_remote_code=True)',
-    ]
-    if (folder / "chat_template.jinja").exists():
-        lines += [
-            'messages = [{"role": "user", "content": "What is 47 plus 85?"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
-            ")",
-        ]
-    else:
-        lines.append('inputs = tokenizer("The value of the", return_tensors="pt")')
-    lines += [
-        "text = model.generate(**inputs, max_new_tokens=40)",
-        "print(tokenizer.decode(text[0]))",
-        "```",
-        "",
-    ]
-    if (folder / "results.json").exists():
-        trained = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        recipe = " `recipe.yaml` has every setting." if (folder / "recipe.yaml").exists() else ""
-        bits = trained.get("bits_per_byte")
-        lines += [
-            "## Training",
-            "",
-            f"Last stage: {trained['stage']}, {trained['tokens']:,} tokens in {trained['steps']:,} steps, seed "
-            f"{trained['seed']}, held-out loss {trained['loss']:.4f} nats per token"
-            + (f", {bits:.4f} bits per byte." if bits else ".")
-            + recipe,
-            "",
-        ]
-    scores = None
-    if (folder / results.FILE).exists():
-        tasks = json.loads((folder / results.FILE).read_text(encoding="utf-8"))["tasks"]
-        scores = results.model_index(tasks)
-        lines += ["## Scores", "", "| task | metric | score | standard error | guessing | items |", "|" + "---|" * 6]
-        for task, entry in tasks.items():
-            error, chance = ("" if entry[key] is None else f"{entry[key]:.3f}" for key in ("stderr", "chance"))
-            value = f"{entry['value']:.3f}"
-            lines.append(f"| {task} | {entry['metric']} | {value} | {error} | {chance} | {results.items(entry)} |")
-        lines += ["", "Measured by lm-eval; one seed.", ""]
-    if (folder / "geometry.png").exists():
-        lines += ["## Geometry", "", "![Within-sequence variance and components by layer](geometry.png)", ""]
-    data = ModelCardData(
-        license="apache-2.0",
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["laplace_gpt", "laplacian-heads"],
-        model_name=repo.partition("/")[2],
-        eval_results=scores,
-    )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines))
+            return False
+    return True
 
 
 if __name__ == "__main__":

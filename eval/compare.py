@@ -99,11 +99,13 @@ def read(folders: list[Path]) -> dict:
     tasks = {}
     for folder, content in files["eval.json"].items():
         for task, entry in (content.get("tasks") or {}).items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("value"), numbers.Real):
+                raise ValueError(f"{folder / 'eval.json'} is damaged, the task {task} has no value; make it again.")
             tasks.setdefault(task, (folder, entry))
     layers = first("layers", "geometry.json") or []
     last = layers[-1] if layers else {}
     return {
-        "laplacian_heads": first("laplacian_heads", "results.json", "config.json"),
+        "laplacian_heads": first("laplacian_heads", "config.json", "results.json"),
         "bits_per_byte": first("bits_per_byte", "results.json"),
         "stage": first("stage", "results.json"),
         "tokens_per_second": first("tokens_per_second", "results.json"),

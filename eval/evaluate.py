@@ -14,17 +14,20 @@ import torch
 import transformers
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from laplacian_heads import recipes
 from laplacian_heads.eval import results, sandbox
 from laplacian_heads.eval.calculator import Calculator
 from laplacian_heads.eval.geometry import results_folder
-from laplacian_heads.eval.harness import LaplacianHeadsLM
-from laplacian_heads.files import check_model, make_folder, write
+from laplacian_heads.eval.harness import WARPERS, LaplacianHeadsLM
+from laplacian_heads.files import check_model, make_folder
 
 TASKS = Path(__file__).parent / "tasks"
+# What generation may be told: lm-eval's own settings, and transformers'.
+GENERATION = ["max_gen_toks", "until", "do_sample", *sorted(GenerationConfig().to_dict())]
 # Where lm-eval shows a bar for building prompts and one for tokenizing them, without a switch.
 SHORT_BARS = (lm_eval.api.task, lm_eval.api.model)
 
@@ -34,7 +37,7 @@ class EvalRecipe:
     """Keys of `recipes/eval.yaml`, which says what they mean."""
 
     model: str | None
-    tasks: list
+    tasks: list | str
     include_path: str | None
     data: str | None
     batch_size: int | str
@@ -54,12 +57,17 @@ class EvalRecipe:
         if not self.model:
             raise ValueError(f"model is {self.model!r}, allowed is a model's folder or its id on the Hub.")
         if not self.tasks:
-            raise ValueError("tasks is [], allowed is a list with at least one task of lm-eval.")
-        self.tasks = [str(task) for task in self.tasks]
+            raise ValueError(f"tasks is {self.tasks!r}, allowed is a list with at least one task of lm-eval.")
+        self.tasks = [self.tasks] if isinstance(self.tasks, str) else [str(task) for task in self.tasks]
         if self.batch_size != "auto" and (isinstance(self.batch_size, str) or self.batch_size < 1):
             raise ValueError(f"batch_size is {self.batch_size}, allowed is auto or at least 1.")
-        if self.limit is not None and self.limit < 2:  # a single item has no standard error
-            raise ValueError(f"limit is {self.limit}, allowed is at least 2.")
+        if self.limit is not None and self.limit < 2:
+            raise ValueError(f"limit is {self.limit}, allowed is at least 2: one item has no standard error.")
+        for key in self.gen_kwargs:
+            if key not in GENERATION:
+                raise ValueError(f"gen_kwargs knows no {key!r}; {recipes.nearest(str(key), GENERATION)}")
+        if self.gen_kwargs.keys() & WARPERS.keys():  # else lm-eval stays greedy where the task is
+            self.gen_kwargs = {"do_sample": self.gen_kwargs.get("temperature") != 0, **self.gen_kwargs}
         if self.include_path is not None and not Path(self.include_path).expanduser().is_dir():
             raise ValueError(f"include_path is {self.include_path!r}, allowed is null or a folder with tasks.")
         for name in ("output", "use_cache", "data"):
@@ -103,6 +111,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
     if dry_run:
         return
 
+    make_folder(target.parent / "eval")  # before there are hours to lose
     with _quiet():
         _load_data(manager, recipe)
         model = LaplacianHeadsLM(
@@ -134,19 +143,25 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
         return
     found["config"].update(model="laplacian-heads", model_args=dataclasses.asdict(recipe))
     samples = found.pop("samples")
-    settings = {key: getattr(recipe, key) for key in ("calculator", "apply_chat_template", "seed", "dtype")}
+    names = ("calculator", "apply_chat_template", "seed", "dtype", "gen_kwargs")
+    settings = {name: getattr(recipe, name) for name in names}
     entries = results.entries(found, settings)
     print(results.table(entries))
-    print(f"{calculator}, {limit}")
-    make_folder(target.parent)
+    print(", ".join([calculator, limit, *(f"{key} {value}" for key, value in recipe.gen_kwargs.items())]))
     for task, path in _save(found, samples, recipe).items():
         entries[task]["samples"] = str(path.relative_to(target.parent))
-    write(target, results.merged(target, checkpoint, entries))
+    if aside := results.add(target, checkpoint, entries):
+        print(f"{target} held no scores of this checkpoint; what it held is in {aside}.")
 
 
 def _task_manager(recipe: EvalRecipe) -> TaskManager:
     """Where lm-eval looks for these tasks. Raises ValueError for a task that is nowhere."""
     paths = [TASKS] if recipe.include_path is None else [TASKS, Path(recipe.include_path).expanduser()]
+    for path in sorted(paths[-1].rglob("*.yaml")):
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:  # lm-eval passes over a file that it cannot read
+            raise ValueError(f"include_path: {path} is no task: {' '.join(str(error).split())}") from error
     metadata = None if recipe.data is None else {"data": recipe.data}
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     if set(recipe.tasks) <= set(manager.all_tasks):
@@ -163,7 +178,12 @@ def _load_data(manager: TaskManager, recipe: EvalRecipe) -> None:
     try:
         loaded = manager.load(recipe.tasks)
     except OSError as error:
-        raise OSError(f"The data of {', '.join(recipe.tasks)} cannot be read: {error}") from error
+        names = ", ".join(recipe.tasks)
+        raise OSError(f"The data of {names}, or what it is measured with, cannot be read: {error}") from error
+    except ValueError as error:
+        if str(error).startswith("Duplicate task"):
+            raise ValueError(f"{error}; score one after the other, their scores are kept together.") from error
+        raise
     manager.load = lambda _: loaded  # lm-eval loads them again
     unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not recipe.confirm_run_unsafe_code:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow, which is pale on white.
@@ -65,7 +66,10 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: 
     """
     tasks = list(dict.fromkeys(task for run in runs.values() for task in run))
     names = max(len(line) for task in tasks for line in labels[task].split("\n"))  # characters of about 0.08 inches
-    figure, (axes,) = _figure(1, width=max(6, 1 + len(tasks) * max(0.5 + 0.25 * len(runs), 0.2 + 0.08 * names)))
+    bars = len(tasks) * (0.5 + 0.25 * len(runs))
+    level = len(tasks) * (0.2 + 0.08 * names)
+    slanted = level > max(9, bars)  # names that would need more room than the bars slant
+    figure, (axes,) = _figure(1, width=max(6, 1 + bars if slanted else 1 + max(bars, level)))
     width = 0.8 / len(runs)
     for i, (name, run) in enumerate(runs.items()):
         known = [(place, *run[task]) for place, task in enumerate(tasks) if task in run]
@@ -84,7 +88,8 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: 
         places, values = zip(*known, strict=True)
         ends = [place - 0.45 for place in places], [place + 0.45 for place in places]
         axes.hlines(values, *ends, colors="black", linestyles="dashed", label="chance")
-    axes.set_xticks(range(len(tasks)), [labels[task] for task in tasks])
+    slant = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    axes.set_xticks(range(len(tasks)), [labels[task] for task in tasks], **slant)
     axes.set(title="Tasks", ylabel="score, ± one standard error", ylim=(0, 1.03))
     _save(figure, axes, path)
 
@@ -132,6 +137,34 @@ def differences(found: list[dict], runs: list[str], labels: dict[str, str], path
         ylim=(len(tasks) - 0.5, -0.5),  # the first task above
     )
     _save(figure, axes, path)
+
+
+def heads(layers: list[list[int]], num_heads: int, path: Path) -> None:
+    """Which heads of each layer are Laplacian, as a small chart with a cell for each head.
+
+    Args:
+        layers: the Laplacian heads of each layer, as `laplacian.heads_by_layer` gives them.
+        num_heads: attention heads of a layer.
+        path: the PNG file to write.
+    """
+    size = min(0.16, 6 / max(num_heads, len(layers)))  # inches of a cell
+    figure = Figure(figsize=(size * num_heads + 2.4, size * len(layers) + 0.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for head in range(num_heads):
+        for layer, laplacian in enumerate(layers):
+            colour = COLOURS[1] if head in laplacian else "#dddddd"
+            axes.add_patch(Rectangle((head - 0.45, layer - 0.45), 0.9, 0.9, color=colour, linewidth=0))
+    axes.set(
+        xlabel="head", ylabel="layer", xlim=(-0.6, num_heads - 0.4), ylim=(-0.6, len(layers) - 0.4), aspect="equal"
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[:].set_visible(False)
+    keys = [Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], "#dddddd")]
+    axes.legend(keys, ["v - P v", "P v"], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png")
+    part.replace(path)
 
 
 def _figure(panels: int, width: float | None = None, height: float = 4) -> tuple[Figure, list[Axes]]:

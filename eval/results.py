@@ -4,9 +4,12 @@ import importlib.metadata
 import json
 import math
 import numbers
+import shutil
 from pathlib import Path
 
 from huggingface_hub import EvalResult
+
+from laplacian_heads.files import write
 
 FILE = "eval.json"
 
@@ -20,8 +23,9 @@ def entries(found: dict, settings: dict) -> dict[str, dict]:
 
     Returns:
         For each task and each group with a score: metric, value and stderr of its first metric and, under others, of
-        the rest; items scored, and of how many; chance, the score of guessing; dataset, its id on the Hub; the task's
-        generation_kwargs; the settings; the version of lm-eval; samples, to be filled in. None where unknown.
+        the rest; items scored, and of how many; chance, the score of guessing; dataset and dataset_config, on the Hub;
+        the task's generation_kwargs; the settings; the version of lm-eval; samples, to be filled in. None where
+        unknown.
     """
     groups = found.get("group_subtasks", {})
 
@@ -44,6 +48,7 @@ def entries(found: dict, settings: dict) -> dict[str, dict]:
                 "of": of(task),
                 "chance": (config.get("metadata") or {}).get("chance"),
                 "dataset": config.get("dataset_path"),
+                "dataset_config": config.get("dataset_name"),
                 "generation_kwargs": config.get("generation_kwargs"),
                 **settings,
                 "lm_eval_version": importlib.metadata.version("lm_eval"),
@@ -66,20 +71,29 @@ def _score(figures: dict, key: str, value) -> dict | None:
     }
 
 
-def merged(path: Path, checkpoint: str, new: dict[str, dict]) -> dict:
-    """The content of eval.json with new entries: those of the same checkpoint stay, another's do not.
+def add(path: Path, checkpoint: str, new: dict[str, dict]) -> Path | None:
+    """Write new entries into eval.json, beside those of the same checkpoint.
 
     Args:
         path: the file, which need not be there.
         checkpoint: whose scores the new ones are, as `LaplacianHeadsLM.checkpoint` says.
         new: what `entries` returned.
+
+    Returns:
+        Where a file that held another checkpoint's scores, or was damaged, is now; None if there was none.
     """
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        tasks = before["tasks"] if before["checkpoint"] == checkpoint else {}
-        return {"checkpoint": checkpoint, "tasks": {**tasks, **new}}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {"checkpoint": checkpoint, "tasks": new}
+    tasks, aside = {}, None
+    if path.exists():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            owner, tasks = before["checkpoint"], dict(before["tasks"])
+        except (ValueError, KeyError, TypeError):
+            owner = "damaged"
+        if owner != checkpoint:
+            tasks, aside = {}, path.with_name(f"{path.stem}-{str(owner)[:8]}.json")
+            shutil.copyfile(path, aside)
+    write(path, {"checkpoint": checkpoint, "tasks": {**tasks, **new}})
+    return aside
 
 
 def items(entry: dict) -> str:
@@ -87,7 +101,12 @@ def items(entry: dict) -> str:
     count, of = entry.get("items"), entry.get("of")
     if count is None:
         return ""
-    return f"{count:,}" if of is None or count >= of else f"first {count:,} of {of:,}"
+    return f"{count:,} of {of:,}" if limited(entry) else f"{count:,}"
+
+
+def limited(entry: dict) -> bool:
+    """Whether an entry was measured on some of its task's items."""
+    return None not in (entry.get("items"), entry.get("of")) and entry["items"] < entry["of"]
 
 
 def table(tasks: dict[str, dict]) -> str:
@@ -105,21 +124,22 @@ def table(tasks: dict[str, dict]) -> str:
 
 
 def model_index(tasks: dict[str, dict]) -> list[EvalResult]:
-    """The entries as results of a model card, for `huggingface_hub.ModelCardData`: each task's metrics."""
+    """The first metric of each entry as a result of a model card, for `huggingface_hub.ModelCardData`."""
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=entry.get("dataset") or task,
-            dataset_name=task,
-            metric_type=score["metric"],
-            metric_value=score["value"],
+            dataset_config=entry.get("dataset_config"),
+            dataset_name=entry.get("dataset") or task,
+            metric_type=entry["metric"],
+            metric_value=entry["value"],
             metric_name=", ".join(
-                [score["metric"]]
-                + ([f"{items(entry)} items"] if items(entry).startswith("first") else [])
+                [f"{task} {entry['metric']}"]
+                + ([f"{items(entry)} items"] if limited(entry) else [])
+                + ([f"{key} {value}" for key, value in (entry.get("gen_kwargs") or {}).items()])
                 + ([] if entry.get("calculator", True) else ["without calculator"])
             ),
         )
         for task, entry in tasks.items()
-        for score in (entry, *entry.get("others", []))
-        if math.isfinite(score["value"])
+        if math.isfinite(entry["value"])
     ]

@@ -35,9 +35,11 @@ def path_of(name: str) -> Path:
 
 
 def nearest(name: str, choices) -> str:
-    """'the nearest is x.' or, where nothing is near, 'there are x, y, z.'"""
+    """'the nearest is x.' or, where nothing is near, 'there are x, y, z.', unless there are very many."""
     near = difflib.get_close_matches(name, choices, n=1)
-    return f"the nearest is {near[0]!r}." if near else f"there are {', '.join(choices)}."
+    if near:
+        return f"the nearest is {near[0]!r}."
+    return f"there are {', '.join(choices)}." if len(choices) <= 100 else f"none of the {len(choices):,} is near."
 
 
 def parse(overrides: list[str]) -> dict:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,7 +23,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 ROOT = Path(__file__).resolve().parents[1]
-LOOPBACK_HUB = ROOT.parent / "shared" / "tools" / "loopback_hub.py"
+LOOPBACK_HUB = Path(__file__).with_name("loopback_hub.py")
 
 TINY = {
     "vocab_size": 300,
@@ -127,13 +126,11 @@ class Hub:
 @contextlib.contextmanager
 def serving(root, *options):
     """A Hub for as long as it is needed; options are the server's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, LOOPBACK_HUB, root, str(port), *options]
+    command = [sys.executable, LOOPBACK_HUB, root, "0", *options]  # any free port
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout.readline().startswith("ready")
+        ready, port = server.stdout.readline().split()
+        assert ready == "ready"
         yield Hub(root, port)
     finally:
         server.terminate()
@@ -142,8 +139,6 @@ def serving(root, *options):
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
-    if not LOOPBACK_HUB.exists():
-        pytest.skip("the Hub for tests, shared/tools/loopback_hub.py beside the repository, is not here")
     with serving(tmp_path_factory.mktemp("hub")) as served:
         yield served
 
@@ -151,9 +146,9 @@ def hub(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seeded_hub(tmp_path_factory):
     """The environment of a process that is to use a Hub with some rows of the datasets that the recipes name."""
-    seed = LOOPBACK_HUB.parents[1] / "hub"
+    seed = ROOT.parent / "shared" / "hub"
     if not seed.is_dir():
-        pytest.skip("the Hub for tests and its rows, shared/ beside the repository, are not here")
+        pytest.skip("rows of the datasets, shared/hub beside the repository, are not here")
     root = tmp_path_factory.mktemp("hub")
     with serving(root / "hub", "--seed", seed) as served:
         yield {**os.environ, **served.env, "HF_HOME": str(root / "home")}

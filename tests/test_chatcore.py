@@ -535,7 +535,7 @@ def test_what_cannot_be_scored_is_said_before_the_model_is_read(tmp_path, tiny, 
     monkeypatch.setattr(evaluation, "LaplacianHeadsLM", None)
     assert "'chatcore_mmlu'" in refusal(folder, "chatcore_mlmu")
     message = refusal(folder, "chatcore_mmlu", error=OSError)
-    assert message.startswith("The data of chatcore_mmlu cannot be read: ")
+    assert message.startswith("The data of chatcore_mmlu, or what it is measured with, cannot be read: ")
     assert "cais/mmlu" in message
     assert "bits_per_byte needs data" in refusal(folder, "bits_per_byte")
     assert "include_path" in refusal(folder, "chatcore_mmlu", include_path=str(tmp_path / "nowhere"))
@@ -574,16 +574,48 @@ def test_tasks_of_ones_own(rows, scripted, tmp_path):
     assert message == "typical_p is no setting of sampling, allowed are temperature, top_k, top_p, min_p."
 
 
-def test_results_that_cannot_be_written_are_named(rows, scripted):
+def test_results_that_cannot_be_written_are_named(rows, scripted, monkeypatch):
     """lm-eval itself would only whisper; the scores of before stay."""
     score(scripted, "chatcore_gsm8k")
     before = (scripted / "eval.json").read_bytes()
-    for path in (scripted / "eval").iterdir():
-        path.unlink()
-    (scripted / "eval").rmdir()
-    (scripted / "eval").write_text("a file")
+    monkeypatch.setattr("lm_eval.loggers.EvaluationTracker.save_results_samples", lambda *_: None)
     assert "the results cannot be written" in refusal(scripted, "chatcore_gsm8k", error=OSError)
     assert (scripted / "eval.json").read_bytes() == before
+
+
+def test_what_is_refused_before_hours_are_lost(rows, scripted, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "LaplacianHeadsLM", None)
+    message = refusal(scripted, "chatcore_gsm8k", gen_kwargs={"max_gen_tok": 40})
+    assert message == "gen_kwargs knows no 'max_gen_tok'; the nearest is 'max_gen_toks'."
+    assert "score one after the other" in refusal(scripted, "chatcore", "chatcore_paper")
+    (tmp_path / "afile").write_text("mine")
+    assert "afile" in refusal(scripted, "chatcore_gsm8k", output=str(tmp_path / "afile"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "broken.yaml").write_text("task: foo\n  bad: [")
+    assert "broken.yaml is no task" in refusal(scripted, "chatcore_gsm8k", include_path=str(tmp_path / "mine"))
+    assert (tmp_path / "afile").read_text() == "mine"
+
+
+def test_a_temperature_samples_from_a_greedy_task(rows, scripted):
+    for temperature, sampled in ((1.0, True), (0, False)):
+        entries, samples = score(scripted, "chatcore_gsm8k", gen_kwargs={"temperature": temperature}, seed=1)
+        assert entries["chatcore_gsm8k"]["generation_kwargs"]["do_sample"] is sampled
+        answers = [row["resps"][0][0] for row in samples["chatcore_gsm8k"]]
+        assert all(answer.startswith("A") for answer in answers) is not sampled
+        assert entries["chatcore_gsm8k"]["gen_kwargs"]["temperature"] == temperature
+
+
+OTHERS = '{"checkpoint": "0123456789", "tasks": {"mine": {"value": 1}}}'
+
+
+@pytest.mark.parametrize("before", ['{"checkpoint": "d9', "[]", OTHERS])
+def test_scores_of_something_else_are_put_aside(rows, scripted, before, capsys):
+    (scripted / "eval.json").write_text(before)
+    entries, _ = score(scripted, "chatcore_gsm8k")
+    assert set(entries) == {"chatcore_gsm8k"}
+    aside = "eval-01234567.json" if before == OTHERS else "eval-damaged.json"
+    assert (scripted / aside).read_text() == before
+    assert aside in capsys.readouterr().out
 
 
 def test_a_switch_of_the_command_line(scripted, capsys):

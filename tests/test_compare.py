@@ -87,6 +87,17 @@ def test_earlier_folder_is_believed_where_two_know(folder):
     assert read([folder / "tuned", folder / "pretrained"])["tokens_per_second"] == 99.0
 
 
+def test_layout_is_that_of_the_config_where_the_results_are_of_before(folder):
+    (folder / "laplacian" / "config.json").write_text('{"laplacian_heads": 0}')
+    assert read([folder / "laplacian"])["laplacian_heads"] == 0
+
+
+def test_damaged_score_is_named(folder):
+    (folder / "tuned" / "eval.json").write_text('{"tasks": {"choice": {}}}')
+    with pytest.raises(ValueError, match=r"eval.json is damaged, the task choice has no value"):
+        read([folder / "tuned"])
+
+
 def test_layout_comes_from_the_config_of_a_model_that_was_not_trained_here(folder):
     (folder / "laplacian" / "results.json").unlink()
     assert read([folder / "laplacian"])["laplacian_heads"] is None

@@ -16,7 +16,7 @@ HUB_FILES = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
 # Each module may import those before it; train and eval stand side by side.
 ORDER = [
     *("laplacian", "configuration", "modeling_laplace_gpt", "files", "recipes", "problems", "shards", "sources"),
-    *("train", "eval", "hub_upload", "study", "__main__"),
+    *("train", "eval", "nanochat", "convert", "model_card", "hub_upload", "study", "__main__"),
 ]
 
 

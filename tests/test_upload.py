@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from huggingface_hub.utils.sha import git_hash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from laplacian_heads import hub_upload, recipes
+from laplacian_heads import hub_upload, model_card, recipes
 from laplacian_heads.hub_upload import UploadRecipe, stage, upload, verify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ STAGED = {
     *("config.json", "generation_config.json", "model.safetensors"),
     *("configuration.py", "laplacian.py", "modeling_laplace_gpt.py"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("README.md", "recipe.yaml", "results.json", "eval.json", "geometry.json", "geometry.png"),
+    *("README.md", "heads.png", "recipe.yaml", "results.json", "eval.json", "geometry.json", "geometry.png"),
 }
 
 
@@ -61,8 +62,15 @@ def run(tmp_path, tiny, tokenizer):
 def staged(tmp_path_factory, tiny, tokenizer):
     """What `stage` wrote for a run, and the file of expected logits; copies of it are tampered with."""
     root = tmp_path_factory.mktemp("staged")
-    stage(make_run(root / "run", tiny(), tokenizer), root / "hub", "tester/tiny", root / "expected.safetensors")
+    run = make_run(root / "run", tiny(), tokenizer)
+    stage(run, root / "hub", recipe(run), root / "expected.safetensors")
     return root
+
+
+@pytest.fixture
+def no_snippets(monkeypatch):
+    """A card without code, which takes long to try."""
+    monkeypatch.setattr(model_card, "snippets", lambda *_: {})
 
 
 def recipe(run, **values):
@@ -86,26 +94,49 @@ def test_dry_run_stages_and_verifies(run, capsys):
     assert "renders: <|bos|>Hello" in printed
     assert f"{(run / 'hub' / 'model.safetensors').stat().st_size:,} bytes  model.safetensors" in printed
     assert "nothing was uploaded" in printed
+    for name in ("Generate", "Fine-tune with Trainer", "Fine-tune with PEFT"):
+        assert f"the card's code runs: {name}" in printed
+    assert "the card's code was not run: its data cannot be reached: Score with lm-eval" in printed
 
     card = (run / "hub" / "README.md").read_text()
     for part in ("license: apache-2.0", "pipeline_tag: text-generation", "library_name: transformers"):
         assert part in card.split("---")[1]
-    for part in ("`[[0, 2], [1, 2, 3]]`", "4,096 tokens in 8 steps", "1.2500 bits", "| 0.500 | 0.020 | 0.250 |"):
+    for part in (
+        "`[[0, 2], [1, 2, 3]]`",
+        "| sft | 4,096 | 8 | 0.00 |",
+        "| 2.5000 | 1.2500 | 0 |",
+        "| 0.500 | 0.020 | 0.250 | 500 |",
+    ):
         assert part in card
-    assert 'from_pretrained("tester/tiny-model", trust_remote_code=True)' in card
-    assert "first 20 of 500" in card
-    found = {
-        (each.dataset_name, each.metric_name, each.metric_value, each.dataset_type)
-        for each in ModelCard(card).data.eval_results
-    }
+    assert 'AutoModelForCausalLM.from_pretrained("tester/tiny-model", revision="model-' in card
+    assert "| 20 of 500 |" in card
+    found = {(each.metric_name, each.metric_value, each.dataset_type) for each in ModelCard(card).data.eval_results}
     assert found == {
-        ("generated_choice", "acc", 0.5, "generated_choice"),
-        ("generated_choice", "acc_centred", 0.375, "generated_choice"),
-        ("mmlu", "acc, first 20 of 500 items, without calculator", 0.5, "cais/mmlu"),
+        ("generated_choice acc", 0.5, "generated_choice"),
+        ("mmlu acc, 20 of 500 items, without calculator", 0.5, "cais/mmlu"),
     }
 
 
-def test_interrupted_exchange_is_undone(run):
+def test_card_tells_of_every_stage_and_of_the_twin(run, tmp_path, tiny, tokenizer, no_snippets):
+    first = make_run(tmp_path / "pretrain", tiny(), tokenizer)
+    mixture = {"data": ["HuggingFaceFW/fineweb-edu:sample-10BT", "python_prose", str(tmp_path)], "model": "owner/base"}
+    (first / "recipe.yaml").write_text(json.dumps(mixture))
+    (first / "results.json").write_text(json.dumps({**RESULTS, "stage": "pretrain", "hardware": "8 x NVIDIA H100"}))
+    (run / "recipe.yaml").write_text(json.dumps({"model": str(first), "data": [{"data": "openai/gsm8k:main"}]}))
+    twin = make_run(tmp_path / "twin", tiny(laplacian_heads=0), tokenizer)
+    (twin / "eval.json").write_text(json.dumps({"tasks": {"generated_choice": {**TASK, "value": 0.3}}}))
+    upload(recipe(run, twin=str(twin), license="mit", tag="v1.0"), dry_run=True)
+    folder = run / "hub"
+    assert {"recipe.yaml", "recipe_1_pretrain.yaml"} <= {path.name for path in folder.iterdir()}
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.datasets == ["HuggingFaceFW/fineweb-edu", "openai/gsm8k"]
+    assert (card.data.base_model, card.data.license) == ("owner/base", "mit")
+    assert "| pretrain | 4,096 | 8 | 0.00 | 8 x NVIDIA H100 |" in card.content
+    assert "generated_choice better (0.500 ± 0.020 against 0.300 ± 0.020" in card.content
+    assert "## Generate" not in card.content
+
+
+def test_interrupted_exchange_is_undone(run, no_snippets):
     """Killed between its two renames, a call leaves the older folder under another name."""
     upload(recipe(run), dry_run=True)
     (run / "hub" / "README.md").write_text("the older one")
@@ -160,6 +191,20 @@ def add_token(folder):
     (folder / "recipe.yaml").write_text("token: hf_" + "a1B2c" * 6)
 
 
+def add_key_to_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", {"format": "pt", "key": "-----BEGIN RSA PRIVATE KEY-----"})
+
+
+def add_key_to_picture(folder):
+    (folder / "geometry.png").write_bytes(b"\x89PNG AKIA" + b"ABCDEFGH" * 2 + b" ")
+
+
+def break_snippet(folder):
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card.replace("max_new_tokens=40", "max_new_tokens=40, temprature=1"))
+
+
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
@@ -170,7 +215,10 @@ def add_token(folder):
         (break_template, "fails in a fresh process: .*broken"),
         (add_pickle, r"optimizer.pt is staged, allowed are .*\.safetensors"),
         (add_folder, "checkpoint-1 is staged"),
-        (add_token, "recipe.yaml has in it what looks like a token"),
+        (add_token, "recipe.yaml has in it what looks like a token of the Hub"),
+        (add_key_to_weights, "model.safetensors has in it what looks like a private key"),
+        (add_key_to_picture, "geometry.png has in it what looks like a key of AWS"),
+        (break_snippet, "The card's code to generate fails: .*temprature"),
     ],
 )
 def test_tampered_folder_is_refused(staged, tmp_path, tamper, message):
@@ -180,13 +228,14 @@ def test_tampered_folder_is_refused(staged, tmp_path, tamper, message):
         verify(tmp_path / "hub", staged / "expected.safetensors")
 
 
-def test_what_fails_is_not_uploaded(run, hub, monkeypatch):
+def test_what_fails_is_not_uploaded(run, hub, monkeypatch, no_snippets):
     """And what was staged before stays."""
     for name, value in hub.env.items():
         monkeypatch.setenv(name, value)
     upload(recipe(run), dry_run=True)
     (run / "recipe.yaml").write_text("token: hf_" + "a1B2c" * 6)
-    monkeypatch.setattr(hub_upload, "HfApi", None)
+    monkeypatch.setattr(hub_upload, "_check_token", lambda _: None)
+    monkeypatch.setattr(hub_upload, "_upload", None)
     with pytest.raises(ValueError, match="looks like a token"):
         upload(recipe(run))
     assert (run / "hub" / "recipe.yaml").read_text() == "seed: 0\n"
@@ -197,6 +246,16 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, tiny, tokenizer):
     model.model.layers[1].mlp.fc1.weight.data[3, 3] = torch.nan
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.fc1.weight of .* is not finite"):
         upload(recipe(make_run(tmp_path / "run", model, tokenizer)), dry_run=True)
+
+
+def test_missing_weights_are_refused(tmp_path, tiny, tokenizer):
+    """from_pretrained would draw them at random."""
+    run = make_run(tmp_path / "run", tiny(), tokenizer)
+    weights = load_file(run / "model.safetensors")
+    del weights["model.layers.1.mlp.fc1.weight"]
+    save_file(weights, run / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.fc1.weight of .* is missing"):
+        upload(recipe(run), dry_run=True)
 
 
 def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path, tiny, tokenizer):
@@ -221,6 +280,8 @@ def test_other_models_and_folders_are_refused(tmp_path):
         ({"repo": "tiny"}, "repo is 'tiny', allowed is OWNER/NAME"),
         ({"repo": "a/b/c"}, "repo is 'a/b/c'"),
         ({"revision": ""}, "revision is ''"),
+        ({"tag": "a b"}, "tag is 'a b', allowed are letters"),
+        ({"twin": "nowhere"}, "twin is 'nowhere', allowed is null or the folder of a run"),
     ],
 )
 def test_refusals(values, message):
@@ -236,22 +297,25 @@ def test_upload_needs_a_token(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_file_that_differs_on_the_hub_is_named(staged, name):
-    """Files on the Hub of another size, of the same size with another content, and missing ones."""
+def test_a_repository_is_the_same_only_with_every_byte(staged, name):
+    """Files on the Hub of another size, of the same size with another content, missing ones, and shards too many."""
     folder = staged / "hub"
 
     def remote(name, data):
         lfs = {"sha256": hashlib.sha256(data).hexdigest()} if name.endswith(".safetensors") else None
         return SimpleNamespace(path=name, size=len(data), lfs=lfs and SimpleNamespace(**lfs), blob_id=git_hash(data))
 
+    def same(files):
+        return hub_upload._same({path: remote(path, data) for path, data in files.items()}, folder)
+
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    hub_upload._compare(folder, [remote(*item) for item in files.items()], "tester/tiny")
+    assert same(files)
+    assert same({**files, "notes.txt": b""})
+    assert not same({**files, "model-00001-of-00002.safetensors": b""})
     for data in (files[name] + b" ", files[name][:-1] + b" "):
-        with pytest.raises(ValueError, match=f"{name} in tester/tiny differs"):
-            hub_upload._compare(folder, [remote(*item) for item in {**files, name: data}.items()], "tester/tiny")
+        assert not same({**files, name: data})
     del files[name]
-    with pytest.raises(ValueError, match=f"{name} is missing in tester/tiny"):
-        hub_upload._compare(folder, [remote(*item) for item in files.items()], "tester/tiny")
+    assert not same(files)
 
 
 def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input_ids, tmp_path):
@@ -259,16 +323,22 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     code = """
     import sys
     from huggingface_hub import HfApi
+    from laplacian_heads import model_card
     from laplacian_heads.__main__ import main
     run, branch = sys.argv[1:]
+    write = model_card.snippets
+    model_card.snippets = lambda *given: {"Generate": write(*given)["Generate"]}
     HfApi().create_repo("tester/tiny-model")
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
         HfApi().upload_file(repo_id="tester/tiny-model", path_or_fileobj=b"old", path_in_repo=name)
-    assert main(["upload", run, "tester/tiny-model"]) == 0
+    assert main(["upload", run, "tester/tiny-model"]) == 1  # there is something, and nobody agreed
+    assert main(["upload", run, "tester/tiny-model", "--exist_ok"]) == 0
+    assert main(["upload", run, "tester/tiny-model"]) == 0  # it is there already
     assert main(["upload", run, "tester/tiny-model", f"revision={branch}"]) == 0
     """
     printed = module_process(code, run, "v2", can_import=True, env=hub.env)
-    assert printed.count("Every file is there with the size and hash it has here") == 2
+    assert printed.count("Every file came back as it was sent: tester/tiny-model at model-") == 3
+    assert printed.count("tester/tiny-model has these files already") == 2
     assert {path.name for path in hub.files("tester/tiny-model").iterdir()} == {*STAGED, ".gitattributes", "notes.txt"}
 
     model = AutoModelForCausalLM.from_pretrained(run).eval()
@@ -279,11 +349,15 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     expected = load_file(sys.argv[1])
-    for revision in ("main", "v2"):
+    tag = sys.argv[2]
+    for revision in ("main", "v2", tag):
         arguments = {"revision": revision, "trust_remote_code": True}
         model = AutoModelForCausalLM.from_pretrained("tester/tiny-model", **arguments).eval()
         tokenizer = AutoTokenizer.from_pretrained("tester/tiny-model", **arguments)
         with torch.no_grad():
             print(torch.equal(model(expected["ids"]).logits, expected["logits"]), len(tokenizer))
     """
-    assert module_process(code, tmp_path / "expected.safetensors", env=hub.env).split() == ["True", "300"] * 2
+    (tag,) = set(re.findall(r"at (model-\w+), commit", printed))
+    card = (run / "hub" / "README.md").read_text()
+    assert card.count(f'revision="{tag}"') == 2
+    assert module_process(code, tmp_path / "expected.safetensors", tag, env=hub.env).split() == ["True", "300"] * 3

@@ -1,5 +1,6 @@
 """What a run needs: parameters, tokens, FLOPs, memory and hours, known before it starts."""
 
+import platform
 import time
 
 import torch
@@ -80,6 +81,19 @@ def matmul_flops(bf16: bool) -> float:
         (a @ a)[0, 0].item()  # .item() waits for the device
         best = max(best, 2 * size**3 / (time.perf_counter() - before))
     return best
+
+
+def hardware(processes: int) -> str:
+    """What a run is trained on, as "8 x NVIDIA H100" or "2 threads of x86_64".
+
+    Args:
+        processes: of the training, each on a device of its own or all on one processor.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return f"{processes * torch.get_num_threads()} threads of {platform.machine()}"
+    name = torch.cuda.get_device_name() if accelerator.type == "cuda" else accelerator.type
+    return f"{processes} x {name}"
 
 
 def report(recipe, steps: int) -> None:

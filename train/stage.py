@@ -178,6 +178,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,
+        "hardware": budget.hardware(state.num_processes),
         "tokens_per_second": tokens / seconds,
         "peak_memory_gb": peak_memory() / 1e9,
         "loss": metrics["eval_loss"],

@@ -14,7 +14,10 @@ def texts(data: str | None = None, documents_at_most: int = 1000, **_) -> dict[s
         ValueError: no source is given, or it cannot be read.
     """
     if data is None:
-        raise ValueError("bits_per_byte needs data, the text to score: a file, a folder or a dataset of the Hub.")
+        raise ValueError(
+            "bits_per_byte needs the text to score, a file, a folder or a dataset of the Hub: data=TEXT, or "
+            """--metadata '{"data": "TEXT"}' of lm-eval's command line."""
+        )
     return {
         "test": Dataset.from_list([{"text": text} for text in itertools.islice(documents(data), documents_at_most)])
     }
