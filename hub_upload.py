@@ -69,7 +69,7 @@ found = {
     "snippets": {},
 }
 del model
-for name, code in json.loads(snippets).items():
+for name, code in json.loads(snippets).items() if found["equal"] else ():
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, {})

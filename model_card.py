@@ -37,10 +37,10 @@ CITATION = """```bibtex
 
 def snippets(repo: str, revision: str, chat: bool) -> dict[str, str]:
     """Code of the card by what it is for; each runs by itself where its packages are installed."""
-    where = f'"{repo}", revision="{revision}", trust_remote_code=True'
+    where = f'"{repo}", revision="{revision}"'
     load = [
-        f"model = AutoModelForCausalLM.from_pretrained({where})",
-        f"tokenizer = AutoTokenizer.from_pretrained({where})",
+        f"model = AutoModelForCausalLM.from_pretrained({where}, trust_remote_code=True)",
+        f"tokenizer = AutoTokenizer.from_pretrained({where}, trust_remote_code=True)",
     ]
     if chat:
         prompt = [

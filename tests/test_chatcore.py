@@ -537,7 +537,7 @@ def test_what_cannot_be_scored_is_said_before_the_model_is_read(tmp_path, tiny, 
     message = refusal(folder, "chatcore_mmlu", error=OSError)
     assert message.startswith("The data of chatcore_mmlu, or what it is measured with, cannot be read: ")
     assert "cais/mmlu" in message
-    assert "bits_per_byte needs data" in refusal(folder, "bits_per_byte")
+    assert "bits_per_byte needs the text to score" in refusal(folder, "bits_per_byte")
     assert "include_path" in refusal(folder, "chatcore_mmlu", include_path=str(tmp_path / "nowhere"))
     assert "'float17'" in refusal(folder, "chatcore_mmlu", dtype="float17")
     assert "batch_size is many, allowed is auto" in refusal(folder, "chatcore_mmlu", batch_size="many")

@@ -219,7 +219,7 @@ def test_help_shows_every_key_of_the_recipe(capsys, verb):
 def test_dry_run_of_every_recipe_writes_nothing(capsys, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     verb = path.stem.split("_")[-1]
-    if verb in ("eval", "geometry", "compare", "chat", "upload"):
+    if verb in ("eval", "geometry", "compare", "chat", "convert", "upload"):
         return  # about a model, which is not there
     assert main([verb, path.stem, "--dry-run"]) == 0
     said = capsys.readouterr().out

@@ -68,6 +68,12 @@ def staged(tmp_path_factory, tiny, tokenizer):
 
 
 @pytest.fixture
+def only_generate(monkeypatch):
+    write = model_card.snippets
+    monkeypatch.setattr(model_card, "snippets", lambda *given: {"Generate": write(*given)["Generate"]})
+
+
+@pytest.fixture
 def no_snippets(monkeypatch):
     """A card without code, which takes long to try."""
     monkeypatch.setattr(model_card, "snippets", lambda *_: {})
@@ -77,7 +83,16 @@ def recipe(run, **values):
     return recipes.load(UploadRecipe, "upload", {"model": str(run), "repo": "tester/tiny-model", **values})
 
 
-def test_dry_run_stages_and_verifies(run, capsys):
+@pytest.mark.slow
+def test_the_code_of_the_card_runs(staged):
+    """Where no data can be reached, all but the scoring."""
+    lines = verify(staged / "hub", staged / "expected.safetensors")
+    for name in ("Generate", "Fine-tune with Trainer", "Fine-tune with PEFT"):
+        assert f"the card's code runs: {name}" in lines
+    assert "the card's code was not run: its data cannot be reached: Score with lm-eval" in lines
+
+
+def test_dry_run_stages_and_verifies(run, capsys, only_generate):
     """Twice: the second takes the place of the first and of what a killed one left, and stages nothing of it."""
     upload(recipe(run), dry_run=True)
     (run / "hub" / "stale.json").write_text("{}")
@@ -94,10 +109,6 @@ def test_dry_run_stages_and_verifies(run, capsys):
     assert "renders: <|bos|>Hello" in printed
     assert f"{(run / 'hub' / 'model.safetensors').stat().st_size:,} bytes  model.safetensors" in printed
     assert "nothing was uploaded" in printed
-    for name in ("Generate", "Fine-tune with Trainer", "Fine-tune with PEFT"):
-        assert f"the card's code runs: {name}" in printed
-    assert "the card's code was not run: its data cannot be reached: Score with lm-eval" in printed
-
     card = (run / "hub" / "README.md").read_text()
     for part in ("license: apache-2.0", "pipeline_tag: text-generation", "library_name: transformers"):
         assert part in card.split("---")[1]
@@ -201,7 +212,7 @@ def add_key_to_picture(folder):
 
 
 def break_snippet(folder):
-    card = (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text().partition("## Fine-tune")[0]
     (folder / "README.md").write_text(card.replace("max_new_tokens=40", "max_new_tokens=40, temprature=1"))
 
 
@@ -323,7 +334,7 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     code = """
     import sys
     from huggingface_hub import HfApi
-    from laplacian_heads import model_card
+    from laplacian_heads import hub_upload, model_card
     from laplacian_heads.__main__ import main
     run, branch = sys.argv[1:]
     write = model_card.snippets
@@ -333,6 +344,7 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
         HfApi().upload_file(repo_id="tester/tiny-model", path_or_fileobj=b"old", path_in_repo=name)
     assert main(["upload", run, "tester/tiny-model"]) == 1  # there is something, and nobody agreed
     assert main(["upload", run, "tester/tiny-model", "--exist_ok"]) == 0
+    hub_upload.verify = lambda *_: []  # which takes long, and is done
     assert main(["upload", run, "tester/tiny-model"]) == 0  # it is there already
     assert main(["upload", run, "tester/tiny-model", f"revision={branch}"]) == 0
     """
@@ -361,3 +373,80 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     card = (run / "hub" / "README.md").read_text()
     assert card.count(f'revision="{tag}"') == 2
     assert module_process(code, tmp_path / "expected.safetensors", tag, env=hub.env).split() == ["True", "300"] * 3
+
+
+def test_a_token_that_may_not_write_is_refused_before_any_work(run, hub, module_process):
+    code = """
+    import os, sys
+    from laplacian_heads import hub_upload
+    from laplacian_heads.__main__ import main
+    hub_upload.stage = None
+    sys.stderr = sys.stdout
+    for token, repo in (("hf_read", "tester/new"), ("hf_x", "somebody/new"), ("hf_unknown", "tester/new")):
+        os.environ["HF_TOKEN"] = token
+        assert main(["upload", sys.argv[1], repo]) == 1
+    """
+    said = module_process(code, run, can_import=True, env=hub.env)
+    assert "The token may not write to tester/new: it is one for reading." in said
+    assert "The token may not write to somebody/new, allowed is one of tester before the '/'." in said
+    assert "The Hub does not know the token" in said
+    assert not (run / "hub").exists()
+
+
+KILLED_UPLOADS = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+from huggingface_hub import HfApi, snapshot_download
+from laplacian_heads import hub_upload, recipes
+from laplacian_heads.hub_upload import UploadRecipe, hashes
+
+old, new = map(Path, sys.argv[1:3])
+api = HfApi()
+
+def upload(folder, repo):
+    recipe = recipes.load(UploadRecipe, "upload", {"model": str(folder), "repo": repo, "exist_ok": True})
+    hub_upload._upload(folder, hashes(folder), f"tag-{folder.name}", recipe)
+
+def forked(*arguments):
+    pid = os.fork()
+    if pid == 0:
+        upload(*arguments)
+        os._exit(0)
+    return pid
+
+def head(repo):
+    files = hashes(Path(snapshot_download(repo, revision=api.model_info(repo).sha)))
+    files.pop(".gitattributes", None)
+    return files
+
+started = time.perf_counter()
+assert os.waitpid(forked(old, "tester/whole"), 0)[1] == 0
+whole = time.perf_counter() - started
+seen = []
+for i in range(10):
+    repo = f"tester/killed-{i}"
+    upload(old, repo)
+    pid = forked(new, repo)
+    time.sleep(whole * (i + 0.5) / 10)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    found = head(repo)
+    assert found in (hashes(old), hashes(new))  # never a mixture
+    seen.append("old" if found == hashes(old) else "new")
+    upload(new, repo)
+    assert head(repo) == hashes(new)
+    tags = {tag.name: tag.target_commit for tag in api.list_repo_refs(repo).tags}
+    assert tags["tag-new"] == api.model_info(repo).sha
+print("SEEN", *seen)
+"""
+
+
+@pytest.mark.slow
+def test_an_upload_killed_at_ten_moments_is_the_old_commit_or_the_new(tmp_path, tiny, tokenizer, hub, module_process):
+    for name, seed in (("old", 0), ("new", 1)):
+        run = make_run(tmp_path / f"run-{name}", tiny(seed=seed), tokenizer)
+        stage(run, tmp_path / name, recipe(run, tag=f"tag-{name}"), tmp_path / f"{name}.safetensors")
+    printed = module_process(KILLED_UPLOADS, tmp_path / "old", tmp_path / "new", can_import=True, env=hub.env)
+    seen = printed.partition("SEEN ")[2].split()
+    assert len(seen) == 10
+    assert "old" in seen
