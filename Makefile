@@ -1,6 +1,8 @@
 # Every target makes the virtual environment it needs first. PYTHON chooses the interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
+# One more than there are processors: many tests wait, for processes that they start or for a time to run out.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .PHONY: demo test test-slow lint bench clean
 
@@ -8,10 +10,10 @@ demo: .venv/with-demo
 	$(BIN)/laplacian-heads demo
 
 test: .venv/with-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-slow: .venv/with-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
 
 lint: .venv/with-dev
 	$(BIN)/ruff check .

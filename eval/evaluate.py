@@ -124,10 +124,9 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
             device=recipe.device,
             trust_remote_code=recipe.trust_remote_code,
         )
-        checkpoint = model.checkpoint()
         cache = None
         if recipe.use_cache is not None:
-            cache = Path(recipe.use_cache).expanduser() / f"{checkpoint[:16]}-{calculator.replace(' ', '-')}"
+            cache = Path(recipe.use_cache).expanduser() / f"{model.checkpoint[:16]}-{calculator.replace(' ', '-')}"
             make_folder(cache.parent)
         found = lm_eval.simple_evaluate(
             model,
@@ -150,7 +149,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
     print(", ".join([calculator, limit, *(f"{key} {value}" for key, value in recipe.gen_kwargs.items())]))
     for task, path in _save(found, samples, recipe).items():
         entries[task]["samples"] = str(path.relative_to(target.parent))
-    if aside := results.add(target, checkpoint, entries):
+    if aside := results.add(target, model.checkpoint, entries):
         print(f"{target} held no scores of this checkpoint; what it held is in {aside}.")
 
 

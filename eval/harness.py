@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -106,6 +107,7 @@ class LaplacianHeadsLM(HFLM):
         self.end_ids = {self.tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
         self.keeps_positions = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
+    @functools.cached_property
     def checkpoint(self) -> str:
         """SHA-256 of the weights, the config and the tokenizer: whose answers these are."""
         digest = hashlib.sha256()
@@ -123,14 +125,14 @@ class LaplacianHeadsLM(HFLM):
         # For the commit's hash lm-eval asks the Hub, even about a folder.
         on_disk = not isinstance(self.pretrained, str) or os.path.isdir(self.pretrained)
         known = {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
-        ours = {"calculator": self.calculator is not None, "seed": self.seed, "checkpoint": self.checkpoint()}
+        ours = {"calculator": self.calculator is not None, "seed": self.seed, "checkpoint": self.checkpoint}
         return {**(known if on_disk else super().get_model_info()), **ours}
 
     def set_cache_hook(self, cache_hook) -> None:
         """Use a cache of answers, whose keys are questions alone: refuse it if it holds another checkpoint's."""
         cache = cache_hook.dbdict
         if cache is not None:
-            owner = f"{self.checkpoint()} {self.model.dtype} {'with' if self.calculator else 'without'} calculator"
+            owner = f"{self.checkpoint} {self.model.dtype} {'with' if self.calculator else 'without'} calculator"
             if len(cache) and cache.get(OWNER) != owner:
                 raise ValueError(f"use_cache: {cache.filename} holds answers of another checkpoint; give another file.")
             cache[OWNER] = owner

@@ -514,7 +514,7 @@ def test_another_checkpoint_at_the_same_path_is_another(rows, tmp_path, tiny, ch
     assert len(list(cache.iterdir())) == 3
 
     model = LaplacianHeadsLM(str(folder), device="cpu")
-    owner = [path for path in cache.iterdir() if path.name.startswith(model.checkpoint()[:16])]
+    owner = [path for path in cache.iterdir() if path.name.startswith(model.checkpoint[:16])]
     (other, *_) = set(cache.iterdir()) - set(owner)
     with pytest.raises(ValueError, match="holds answers of another checkpoint; give another file"):
         lm_eval.api.model.CachingLM(model, str(other))

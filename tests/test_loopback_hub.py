@@ -525,6 +525,7 @@ def test_seeds_are_not_written_to(served, seed):
     assert {path: path.read_bytes() for path in seed.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.slow
 def test_transformers(served, tiny, tokenizer, input_ids, tmp_path, module_process):
     """A model with its code, of a revision, in a process that has only what the Hub gives."""
     import torch

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.slow
 
 BITS = {
     8: BitsAndBytesConfig(load_in_8bit=True),

@@ -329,6 +329,7 @@ def test_a_repository_is_the_same_only_with_every_byte(staged, name):
     assert not same(files)
 
 
+@pytest.mark.slow
 def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input_ids, tmp_path):
     """From main, where shards of an older model lay beside the owner's own file, and from a branch."""
     code = """
