@@ -360,7 +360,7 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     code = """
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
     expected = load_file(sys.argv[1])
     tag = sys.argv[2]
     for revision in ("main", "v2", tag):
@@ -369,6 +369,9 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
         tokenizer = AutoTokenizer.from_pretrained("tester/tiny-model", **arguments)
         with torch.no_grad():
             print(torch.equal(model(expected["ids"]).logits, expected["logits"]), len(tokenizer))
+        generator = pipeline("text-generation", model="tester/tiny-model", **arguments)
+        answer = generator([{"role": "user", "content": "Hello"}], max_new_tokens=4, do_sample=False)
+        assert answer[0]["generated_text"][-1]["role"] == "assistant"
     """
     (tag,) = set(re.findall(r"at (model-\w+), commit", printed))
     card = (run / "hub" / "README.md").read_text()
