@@ -59,8 +59,7 @@ WHAT_STANDS_FIRST = {
 
 # How tokenizers, safetensors and torch.save say that a file cannot be written, each in an exception of its own.
 CANNOT_WRITE = re.compile(r"os error \d+|No space left|PytorchStreamWriter|inline_container")
-
-
+# --key is key=true, for keys that are switches.
 FLAG = re.compile(r"--[a-z][\w-]*")
 
 
@@ -96,7 +95,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
     options, unknown = parser.parse_known_args(arguments)
-    # --key is key=true, for keys that are switches.
     options.arguments += [f"{flag[2:].replace('-', '_')}=true" if FLAG.fullmatch(flag) else flag for flag in unknown]
 
     try:

@@ -155,8 +155,9 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
 
 def _task_manager(recipe: EvalRecipe) -> TaskManager:
     """Where lm-eval looks for these tasks. Raises ValueError for a task that is nowhere."""
-    paths = [TASKS] if recipe.include_path is None else [TASKS, Path(recipe.include_path).expanduser()]
-    for path in sorted(paths[-1].rglob("*.yaml")):
+    own = [] if recipe.include_path is None else [Path(recipe.include_path).expanduser()]
+    paths = [TASKS, *own]
+    for path in sorted(path for folder in own for path in folder.rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)
         except Exception as error:  # lm-eval passes over a file that it cannot read

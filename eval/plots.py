@@ -162,9 +162,7 @@ def heads(layers: list[list[int]], num_heads: int, path: Path) -> None:
     axes.spines[:].set_visible(False)
     keys = [Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], "#dddddd")]
     axes.legend(keys, ["v - P v", "P v"], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png")
-    part.replace(path)
+    _write(figure, path)
 
 
 def _figure(panels: int, width: float | None = None, height: float = 4) -> tuple[Figure, list[Axes]]:
@@ -193,6 +191,11 @@ def _save(figure: Figure, axes: Axes, path: Path) -> None:
     figure.set_figheight(figure.get_figheight() + 0.22 * (rows - 1))
     columns = math.ceil(len(labels) / rows)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Write a figure as a whole or not at all."""
     part = path.with_name(path.name + ".part")
     figure.savefig(part, format="png")
     part.replace(path)
