@@ -86,13 +86,16 @@ KILLER = """
         except FileNotFoundError:
             return None
 
-    def wait_for(happened, child):
-        # Whether it happened before the run ended.
-        while not happened():
-            if os.waitpid(child, os.WNOHANG)[0]:
-                return False
+    def wait_for(happened, child, seconds=600):
+        # Whether it happened before the time was over.
+        end = time.monotonic() + seconds
+        while not (seen := happened()) and time.monotonic() < end:
+            assert not os.waitpid(child, os.WNOHANG)[0], pathlib.Path(str(output) + ".log").read_text()[-2000:]
             time.sleep(0.001)
-        return True
+        return seen
+
+    def saved(but=frozenset()):
+        return set(output.glob("checkpoint-*")) - but
 
     generator = random.Random(0)
     begun = time.monotonic()
@@ -103,16 +106,17 @@ KILLER = """
     output.rename(output.with_name("uninterrupted"))
     killed = during_save = 0
     for attempt in range(20):
-        before, left_behind = set(output.glob("checkpoint-*")), unfinished()
+        before, left_behind = saved(), unfinished()
         child = start()
         if attempt % 3 == 0:  # while it begins, loads, or makes its first steps
-            time.sleep(generator.uniform(0, 2) * beginning)
+            wait_for(lambda: saved(before), child, generator.uniform(0, 2) * beginning)
         elif attempt % 3 == 1:  # while it writes a checkpoint
             assert wait_for(lambda: unfinished() not in (None, left_behind), child)
             time.sleep(generator.uniform(0, 0.01))
         else:  # in a step or a measurement
-            assert wait_for(lambda: set(output.glob("checkpoint-*")) - before, child)
-            time.sleep(generator.uniform(0, 0.1))
+            assert wait_for(lambda: saved(before), child)
+            before = saved()
+            wait_for(lambda: saved(before), child, generator.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         killed += os.waitpid(child, 0)[1] == signal.SIGKILL
         during_save += unfinished() not in (None, left_behind)
