@@ -34,8 +34,8 @@ VERBS = {
     ),
     "eval": ("eval.evaluate", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
     "geometry": (
-        *("eval.geometry", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
-        "measure how a model's tokens vary, layer by layer",
+        *("eval.measure", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
+        "measure and picture how tokens lie in models' hidden states",
     ),
     "compare": ("eval.compare", "compare", "CompareRecipe", "eval", "models", "compare", "set runs side by side"),
     "chat": ("eval.chat", "chat", "ChatRecipe", "eval", "model", "chat", "talk to a model in the terminal"),

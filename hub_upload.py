@@ -27,10 +27,11 @@ from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
 ROOT = Path(laplacian.__file__).parent
 CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
 MEASURED = ("results.json", "eval.json", "geometry.json", "*.png")  # copied from the run where it is
+REPORT = "geometry"  # the one folder in a repository, with the Markdown and the pictures of a run's report
 SHARD = "2GB"  # of the weights, at most; a broken transfer begins again with a shard
 SUFFIXES = {".safetensors", ".json", ".jinja", ".md", ".png", ".py", ".yaml"}  # nothing pickled
-# What of an earlier upload must not stay beside this one: other shards, code and recipes.
-REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", "recipe*.yaml"]
+# What of an earlier upload must not stay beside this one: other shards, code, recipes and pictures.
+REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", "recipe*.yaml", f"{REPORT}/*"]
 SECRETS = {
     "a token of the Hub": rb"hf_[A-Za-z0-9]{20,}",
     "a token of GitHub": rb"gh[oprsu]_[A-Za-z0-9]{36}|github_pat_\w{40,}",
@@ -149,8 +150,8 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
         staging.rename(old)
     part.rename(staging)
     shutil.rmtree(old, ignore_errors=True)
-    for file in sorted(staging.iterdir()):
-        print(f"  {file.stat().st_size:13,} bytes  {file.name}")
+    for name in files:
+        print(f"  {(staging / name).stat().st_size:13,} bytes  {name}")
     if dry_run:
         print(f"A dry run: nothing was uploaded to {recipe.repo}.")
         return
@@ -225,6 +226,14 @@ def stage(run: Path, folder: Path, recipe: UploadRecipe, expected: Path) -> str:
     for pattern in MEASURED:
         for file in run.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+    report = run / REPORT / "report.md"
+    if report.is_file():
+        (folder / REPORT).mkdir()
+        shutil.copyfile(report, folder / REPORT / report.name)
+        text = report.read_text(encoding="utf-8")
+        for file in report.parent.glob("*.png"):
+            if f"]({file.name})" in text:  # others are of an earlier report
+                shutil.copyfile(file, folder / REPORT / file.name)
     made = model_card.stages(run)
     for i, (made_in, *_) in enumerate(made):
         number = "" if made_in == run else f"_{i + 1}_{made_in.name}"
@@ -261,14 +270,15 @@ def verify(folder: Path, expected: Path) -> list[str]:
     Raises:
         ValueError: the folder is not as it must be; the message names what is wrong.
     """
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if name == REPORT and file.is_dir():
+            continue
         if not file.is_file() or file.suffix not in SUFFIXES:
-            raise ValueError(
-                f"{file.name} is staged, allowed are files with the suffixes {', '.join(sorted(SUFFIXES))}."
-            )
+            raise ValueError(f"{name} is staged, allowed are files with the suffixes {', '.join(sorted(SUFFIXES))}.")
         for what, pattern in SECRETS.items():
             if re.search(pattern, _words(file)):
-                raise ValueError(f"{file.name} has in it what looks like {what}; it is not uploaded.")
+                raise ValueError(f"{name} has in it what looks like {what}; it is not uploaded.")
     for name in CODE:
         if not (folder / name).exists() or (folder / name).read_bytes() != (ROOT / name).read_bytes():
             raise ValueError(f"The staged {name} is not the file of this package.")
@@ -388,13 +398,13 @@ def _remote(api: HfApi, repo: str, revision: str) -> dict:
 
 def _same(remote: dict, folder: Path) -> bool:
     """Whether a repository has every file of a folder, and of what an upload replaces no other."""
-    names = {path.name for path in folder.iterdir()}
-    if not names <= remote.keys() or any(
-        Path(name).match(pattern) for name in remote.keys() - names for pattern in REPLACED
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    if not paths.keys() <= remote.keys() or any(
+        Path(name).match(pattern) for name in remote.keys() - paths.keys() for pattern in REPLACED
     ):
         return False
-    for path in folder.iterdir():
-        file = remote[path.name]
+    for name, path in paths.items():
+        file = remote[name]
         if file.lfs is not None:
             with path.open("rb") as data:
                 there, here = file.lfs.sha256, hashlib.file_digest(data, "sha256").hexdigest()

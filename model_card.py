@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from laplacian_heads.configuration import LaplaceGPTConfig
-from laplacian_heads.eval import compare, plots, results
+from laplacian_heads.eval import compare, plots, report, results
 from laplacian_heads.laplacian import heads_by_layer
 
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?(:[^:]*){0,2}", re.ASCII)
@@ -130,6 +130,7 @@ def write(folder: Path, repo: str, revision: str, license: str, run: Path, twin:
     config = LaplaceGPTConfig.from_pretrained(folder)
     layers = heads_by_layer(config.laplacian_heads, [config.num_attention_heads] * config.num_hidden_layers)
     plots.heads(layers, config.num_attention_heads, folder / PICTURE)
+    (folder / PICTURE).with_suffix(".svg").unlink()  # the Hub gets one picture of it
     made = stages(run)
     tasks = _read(folder / results.FILE).get("tasks", {})
     parts = [
@@ -144,9 +145,11 @@ def write(folder: Path, repo: str, revision: str, license: str, run: Path, twin:
         *_training(made),
         *_scores(tasks, run, twin),
     ]
-    if (folder / "geometry.png").exists():
-        parts.append("## Geometry\n\n![Within-sequence variance and components by layer](geometry.png)")
-    parts += ["## Limits\n\n" + "\n".join(f"- {limit}" for limit in LIMITS), "## Citation\n\n" + CITATION]
+    parts += [
+        *_geometry(folder),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in LIMITS),
+        "## Citation\n\n" + CITATION,
+    ]
 
     first = made[0][1].get("model") if made else None
     data = ModelCardData(
@@ -198,6 +201,18 @@ def _training(made: list[tuple[Path, dict, dict]]) -> list[str]:
             size = f"{found['tokens']:,}", f"{found['steps']:,}", hours, found.get("hardware", "")
             lines.append((found["stage"], *size, f"{found['loss']:.4f}", bits, str(found["seed"])))
     return ["## Training", "\n".join(f"| {' | '.join(line)} |" for line in lines), "`recipe*.yaml` has every setting."]
+
+
+def _geometry(folder: Path) -> list[str]:
+    """The report of a staged folder; of a run that was compared with others elsewhere, its figures alone."""
+    path = folder / "geometry" / "report.md"
+    if path.exists():
+        text = re.sub(r"\]\((\w+\.png)\)", r"](geometry/\1)", path.read_text(encoding="utf-8"))
+    else:
+        path = folder / "geometry.json"
+        measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        text = report.markdown({"this model": measured}, []) if measured.get("layers") else ""
+    return [re.sub("^#", "##", text, flags=re.MULTILINE).strip()] if text else []
 
 
 def _scores(tasks: dict, run: Path, twin: Path | None) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from laplacian_heads import recipes
 from laplacian_heads.eval import compare
 from laplacian_heads.eval.evaluate import EvalRecipe, evaluate
-from laplacian_heads.eval.geometry import GeometryRecipe, geometry
+from laplacian_heads.eval.measure import GeometryRecipe, geometry
 from laplacian_heads.files import make_folder, write
 from laplacian_heads.hub_upload import UploadRecipe, upload
 from laplacian_heads.train.midtrain import MidtrainRecipe, midtrain
@@ -79,8 +79,7 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
         return
     runs = {folder.name: [folder / "pretrain", folder / "sft"] for folder in folders}
     rows = compare.rows(runs)
-    compare.plot(rows, output)
-    report = _report(recipe, rows, folders)
+    report = _report(recipe, rows, folders, compare.plot(rows, output))
     write(output / "report.md", report)
     print(f"\n== done in {(time.perf_counter() - started) / 60:.1f} minutes\n\n{report}")
 
@@ -129,7 +128,7 @@ def _stage_only(recipe: UploadRecipe) -> None:
     upload(recipe, dry_run=True)
 
 
-def _report(recipe: DemoRecipe, rows: list[dict], folders: list[Path]) -> str:
+def _report(recipe: DemoRecipe, rows: list[dict], folders: list[Path], pictures: list) -> str:
     """The comparison as Markdown."""
     chance = ", ".join(f"{task} {value:g}" for task, value in rows[0]["chance"].items())
     folder = folders[-1] / "hub"
@@ -145,14 +144,8 @@ def _report(recipe: DemoRecipe, rows: list[dict], folders: list[Path]) -> str:
         "",
     ]
     lines += [line for other in rows[1:] for line in (compare.verdict(rows[0], other), "")]
+    lines += [line for picture in pictures for line in (f"![{picture.title}]({picture.stem}.png)", "")]
     lines += [
-        "![Scores](scores.png)",
-        "",
-        *(["![Differences](differences.png)", ""] if len(rows) > 1 else []),
-        "![Geometry](geometry.png)",
-        "",
-        "![Loss of pretraining](loss.png)",
-        "",
         "## Use it",
         "",
         "```bash",

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import scoring, stages
+from benchmarks import geometry, scoring, stages
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,6 +115,8 @@ def main() -> None:
     lines += stages.lines(options.repeats)
     print("scoring", flush=True)
     lines += scoring.lines(options.repeats)
+    print("geometry", flush=True)
+    lines += geometry.lines(options.repeats)
     options.output.write_text("\n".join(lines))
     print("\n".join(lines))
 

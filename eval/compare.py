@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from laplacian_heads.eval.geometry import results_folder
+from laplacian_heads.eval.report import figure, markdown_table
+from laplacian_heads.eval.results import results_folder
 from laplacian_heads.files import write
 
 RESULTS = ("results.json", "eval.json", "geometry.json")
@@ -78,7 +79,7 @@ def read(folders: list[Path]) -> dict:
     Returns:
         laplacian_heads, bits_per_byte and the stage it is of, tokens_per_second, seed, within_sequence_share and
         components_99 of the last layer: None where unknown. scores: {task: Score}. chance: {task: score of guessing}.
-        layers: the geometry of each. log_history: Trainer's log. The last four are empty where unknown.
+        geometry: what was measured of it. log_history: Trainer's log. The last four are empty where unknown.
 
     Raises:
         ValueError: the folders have none of RESULTS, or a file of theirs is damaged.
@@ -102,8 +103,12 @@ def read(folders: list[Path]) -> dict:
             if not isinstance(entry, dict) or not isinstance(entry.get("value"), numbers.Real):
                 raise ValueError(f"{folder / 'eval.json'} is damaged, the task {task} has no value; make it again.")
             tasks.setdefault(task, (folder, entry))
-    layers = first("layers", "geometry.json") or []
-    last = layers[-1] if layers else {}
+    for folder, content in files["geometry.json"].items():
+        layers = content.get("layers") or []
+        if not isinstance(layers, list) or not all(isinstance(layer, dict) and "layer" in layer for layer in layers):
+            raise ValueError(f"{folder / 'geometry.json'} is damaged, its layers are no list of layers; make it again.")
+    geometry = next((content for content in files["geometry.json"].values() if content.get("layers")), {})
+    last = geometry["layers"][-1] if geometry else {}
     return {
         "laplacian_heads": first("laplacian_heads", "config.json", "results.json"),
         "bits_per_byte": first("bits_per_byte", "results.json"),
@@ -112,9 +117,9 @@ def read(folders: list[Path]) -> dict:
         "seed": first("seed", "results.json"),
         "scores": {task: _score(folder, entry) for task, (folder, entry) in tasks.items()},
         "chance": {task: entry["chance"] for task, (_, entry) in tasks.items() if entry.get("chance") is not None},
-        "within_sequence_share": last.get("within_sequence_share"),
-        "components_99": last.get("components_99"),
-        "layers": layers,
+        "within_sequence_share": figure(last, "variance", "shares", "within_sequence"),
+        "components_99": figure(last, "spectrum", "per_sequence", "components_99"),
+        "geometry": geometry,
         "log_history": first("log_history", "trainer_state.json") or [],
     }
 
@@ -187,10 +192,7 @@ def table(rows: list[dict]) -> str:
 
 
 def _markdown(columns: dict[str, list[str]]) -> str:
-    widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
-    lines = [list(columns), ["-" * width for width in widths], *zip(*columns.values(), strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+    return markdown_table(columns, zip(*columns.values(), strict=True))
 
 
 def _cell(value, form: str = "") -> str:
@@ -397,13 +399,17 @@ def _percent(score: Score | None, metric: str) -> Score | None:
     return None
 
 
-def plot(rows: list[dict], folder: Path) -> None:
-    """Write scores.png, differences.png, geometry.png and loss.png into a folder, each if a run has what it shows.
+def plot(rows: list[dict], folder: Path) -> list:
+    """Draw scores, their differences, geometry and loss into a folder, each if a run has what it shows.
 
     Of the scores those of which the higher is better: perplexities have a scale of their own.
-    """
-    from laplacian_heads.eval import plots  # here, so that the table comes without matplotlib
 
+    Returns:
+        A `plots.Picture` of each figure.
+    """
+    from laplacian_heads.eval import geometry_plots, plots  # here, so that the table comes without matplotlib
+
+    pictures = []
     scores, of_task = {}, {}
     for row in rows:
         for task, score in row["scores"].items():
@@ -414,17 +420,21 @@ def plot(rows: list[dict], folder: Path) -> None:
         chance = {task: value for row in rows for task, value in row["chance"].items()}
         labels = {task: _label(task, found) for task, found in of_task.items()}
         plots.scores(scores, chance, labels, folder / "scores.png")
+        pictures.append(plots.Picture("scores", "Scores", "Scores with one standard error, and what guessing gives."))
     found = [each for each in differences(rows) if not each["lower_is_better"]]
     if found:
         # All are on as many items as the baseline.
         labels = {task: _label(task, [score]) for task, score in rows[0]["scores"].items()}
         plots.differences(found, [row["run"] for row in rows], labels, folder / "differences.png")
-    layers = {row["run"]: row["layers"] for row in rows if row["layers"]}
-    if layers:
-        plots.geometry(layers, folder / "geometry.png")
+        text = f"Differences of scores from {found[0]['baseline']}, with 95 % intervals."
+        pictures.append(plots.Picture("differences", "Differences", text))
     logs = {row["run"]: row["log_history"] for row in rows if row["log_history"]}
-    if logs:
+    models = {row["run"]: row["geometry"] for row in rows if row["geometry"]}
+    pictures += geometry_plots.all_of(models, folder, logs=logs)
+    if any(plots.LOSSES.keys() & entry.keys() for log in logs.values() for entry in log):
         plots.loss(logs, folder / "loss.png")
+        pictures.append(plots.Picture("loss", "Loss", "Loss and held-out bits per byte by step."))
+    return pictures
 
 
 def _label(task: str, scores: list[Score]) -> str:

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from laplacian_heads import recipes
 from laplacian_heads.eval import results, sandbox
 from laplacian_heads.eval.calculator import Calculator
-from laplacian_heads.eval.geometry import results_folder
 from laplacian_heads.eval.harness import WARPERS, LaplacianHeadsLM
 from laplacian_heads.files import check_model, make_folder
 
@@ -86,7 +85,7 @@ class EvalRecipe:
     @property
     def folder(self) -> Path:
         """Where eval.json goes."""
-        return results_folder(self.model, self.output)
+        return results.results_folder(self.model, self.output)
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:

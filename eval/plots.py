@@ -1,58 +1,59 @@
-"""Figures of what was measured, as PNG files."""
+"""Figures of what was measured, each as PNG and as SVG: the style of all, and those of training and scores."""
 
+import dataclasses
 import math
+import textwrap
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow, which is pale on white.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-MARKERS = "osD^vP"
+# Okabe and Ito's colours, told apart by colour-blind readers too, with Tol's wine in the place of the yellow, which is
+# pale on white.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]
+MARKERS = "osD^vPX*"
+# What `loss` draws of a log: title and unit.
+LOSSES = {
+    "loss": ("Training loss", "cross-entropy, nats per token"),
+    "eval_bits_per_byte": ("Held-out text", "bits per byte"),
+}
 
 
-def geometry(models: dict[str, list[dict]], path: Path) -> None:
-    """Within-sequence share and components for 99 % of the variance by layer.
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure that was written into a folder.
 
     Args:
-        models: name of each model and its layers, as `eval.geometry.measure` gives them.
-        path: the PNG file to write.
+        stem: the name of its files, STEM.png and STEM.svg.
+        title: what it shows, in a few words.
+        text: how it is read, for those too who cannot see it.
     """
-    figure, (left, right) = _figure(2)
-    for i, (name, layers) in enumerate(models.items()):
-        numbers = [layer["layer"] for layer in layers]
-        for axes, key in ((left, "within_sequence_share"), (right, "components_99")):
-            axes.plot(numbers, [layer[key] for layer in layers], label=name, markersize=5, **_style(i))
-    left.set(title="Variance within sequences", ylabel="share of the tokens' variance", ylim=(0, 1.03))
-    right.set(title="Components for 99 % of a sequence's variance", ylabel="components, mean over sequences")
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
-        axes.set_xlabel("layer (0: embedding, last: after the final norm)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _save(figure, left, path)
+
+    stem: str
+    title: str
+    text: str
 
 
 def loss(runs: dict[str, list[dict]], path: Path) -> None:
-    """Training loss by step, and held-out bits per byte where they were logged.
+    """Training loss by step and held-out bits per byte, of which at least one was logged.
 
     Args:
         runs: name of each run and the log_history of its trainer_state.json.
-        path: the PNG file to write.
+        path: the PNG file to write; the SVG lies beside it.
     """
-    keys = {"loss": "Training loss", "eval_bits_per_byte": "Held-out text"}
-    units = {"loss": "cross-entropy, nats per token", "eval_bits_per_byte": "bits per byte"}
-    logged = [key for key in keys if any(key in entry for log in runs.values() for entry in log)]
-    figure, panels = _figure(max(1, len(logged)))
-    for axes, key in zip(panels, logged, strict=False):
+    logged = [key for key in LOSSES if any(key in entry for log in runs.values() for entry in log)]
+    figure, all_axes = panels(len(logged))
+    for axes, key in zip(all_axes, logged, strict=True):
         for i, (name, log) in enumerate(runs.items()):
             points = [(entry["step"], entry[key]) for entry in log if key in entry]
-            style = _style(i) if len(points) < 30 else {**_style(i), "marker": ""}
-            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, markersize=4, **style)
-        axes.set(title=keys[key], xlabel="step", ylabel=units[key])
+            looks = style(i) if len(points) < 30 else {**style(i), "marker": ""}
+            axes.plot(*zip(*points, strict=True) if points else ([], []), label=written(name), markersize=4, **looks)
+        axes.set(title=LOSSES[key][0], xlabel="step", ylabel=LOSSES[key][1])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _save(figure, panels[0], path)
+    save(figure, all_axes[0], path)
 
 
 def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: dict[str, str], path: Path) -> None:
@@ -62,14 +63,14 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: 
         runs: name of each run, and for each of its tasks (score, standard error or None).
         chance: for some of the tasks the score of guessing.
         labels: for each task what stands below its bars, in one or more lines.
-        path: the PNG file to write.
+        path: the PNG file to write; the SVG lies beside it.
     """
     tasks = list(dict.fromkeys(task for run in runs.values() for task in run))
     names = max(len(line) for task in tasks for line in labels[task].split("\n"))  # characters of about 0.08 inches
     bars = len(tasks) * (0.5 + 0.25 * len(runs))
     level = len(tasks) * (0.2 + 0.08 * names)
     slanted = level > max(9, bars)  # names that would need more room than the bars slant
-    figure, (axes,) = _figure(1, width=max(6, 1 + bars if slanted else 1 + max(bars, level)))
+    figure, (axes,) = panels(1, width=max(6, 1 + bars if slanted else 1 + max(bars, level)))
     width = 0.8 / len(runs)
     for i, (name, run) in enumerate(runs.items()):
         known = [(place, *run[task]) for place, task in enumerate(tasks) if task in run]
@@ -80,7 +81,7 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: 
             0.9 * width,
             yerr=[error if error is not None else math.nan for *_, error in known],
             capsize=3,
-            label=name,
+            label=written(name),
             color=COLOURS[i % len(COLOURS)],
         )
     known = [(place, chance[task]) for place, task in enumerate(tasks) if task in chance]
@@ -91,7 +92,7 @@ def scores(runs: dict[str, dict[str, tuple]], chance: dict[str, float], labels: 
     slant = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
     axes.set_xticks(range(len(tasks)), [labels[task] for task in tasks], **slant)
     axes.set(title="Tasks", ylabel="score, ± one standard error", ylim=(0, 1.03))
-    _save(figure, axes, path)
+    save(figure, axes, path)
 
 
 def differences(found: list[dict], runs: list[str], labels: dict[str, str], path: Path) -> None:
@@ -101,12 +102,12 @@ def differences(found: list[dict], runs: list[str], labels: dict[str, str], path
         found: differences as `eval.compare.differences` gives them, of one baseline.
         runs: names of all runs, in the order of `scores`, so that each has the same colour there and here.
         labels: for each task what stands beside its lines.
-        path: the PNG file to write.
+        path: the PNG file to write; the SVG lies beside it.
     """
     tasks = list(dict.fromkeys(each["task"] for each in found))
     shown = [run for run in runs if any(each["run"] == run for each in found)]
-    names = max(map(len, runs))  # characters of about 0.09 inches
-    figure, (axes,) = _figure(
+    names = min(60, max(map(len, runs)))  # characters of about 0.09 inches, of which `written` lets 60 on a line
+    figure, (axes,) = panels(
         1, width=max(7.5, 3 + 0.09 * names), height=1.4 + len(tasks) * max(0.42, 0.2 + 0.17 * len(shown))
     )
     axes.grid(visible=False, axis="y")
@@ -124,19 +125,19 @@ def differences(found: list[dict], runs: list[str], labels: dict[str, str], path
                 [each["difference"] - each["low"] for each in own],
                 [each["high"] - each["difference"] for each in own],
             ],
-            label=run,
+            label=written(run),
             markersize=5,
             capsize=2,
-            **{**_style(runs.index(run)), "linestyle": "none", "linewidth": None, "elinewidth": 1.6},
+            **{**style(runs.index(run)), "linestyle": "none", "linewidth": None, "elinewidth": 1.6},
         )
     axes.set_yticks(range(len(tasks)), [labels[task] for task in tasks])
     axes.tick_params(axis="y", length=0)
     axes.set(
-        title=f"Difference from {found[0]['baseline']}",
+        title=written(f"Difference from {found[0]['baseline']}"),
         xlabel="difference of the score with its 95 % interval; to the right is better",
         ylim=(len(tasks) - 0.5, -0.5),  # the first task above
     )
-    _save(figure, axes, path)
+    save(figure, axes, path)
 
 
 def heads(layers: list[list[int]], num_heads: int, path: Path) -> None:
@@ -145,7 +146,7 @@ def heads(layers: list[list[int]], num_heads: int, path: Path) -> None:
     Args:
         layers: the Laplacian heads of each layer, as `laplacian.heads_by_layer` gives them.
         num_heads: attention heads of a layer.
-        path: the PNG file to write.
+        path: the PNG file to write; the SVG lies beside it.
     """
     size = min(0.16, 6 / max(num_heads, len(layers)))  # inches of a cell
     figure = Figure(figsize=(size * num_heads + 2.4, size * len(layers) + 0.8), dpi=150, layout="constrained")
@@ -162,40 +163,67 @@ def heads(layers: list[list[int]], num_heads: int, path: Path) -> None:
     axes.spines[:].set_visible(False)
     keys = [Rectangle((0, 0), 1, 1, color=colour) for colour in (COLOURS[1], "#dddddd")]
     axes.legend(keys, ["v - P v", "P v"], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    _write(figure, path)
+    write(figure, path)
 
 
-def _figure(panels: int, width: float | None = None, height: float = 4) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width or 4.8 * panels + 0.6, height), dpi=150, layout="constrained")
-    all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    for axes in all_axes:
+def panels(count: int, columns: int = 4, width: float | None = None, height: float = 4) -> tuple[Figure, list[Axes]]:
+    """A figure with some panels, `columns` of them in a row at most.
+
+    Args:
+        width: of the figure, in inches.
+        height: of a row of panels, in inches.
+    """
+    columns = min(count, columns)
+    rows = math.ceil(count / columns)
+    size = width or 4.8 * columns + 0.6, height * rows
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in all_axes[count:]:
+        axes.remove()
+    for axes in all_axes[:count]:
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(11)
-    return figure, all_axes
+    return figure, all_axes[:count]
 
 
-def _style(i: int) -> dict:
+def style(i: int) -> dict:
+    """Colour and marker of the i-th of the things that are compared, the same in every figure."""
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.6}
 
 
-def _save(figure: Figure, axes: Axes, path: Path) -> None:
-    """Put the legend of one panel, which holds for all, below the figure, and write it as a whole or not at all."""
+def written(name: str, width: int = 60) -> str:
+    """A name for matplotlib to show as it is, in lines of `width` characters at most."""
+    # Else dollars enclose a formula, and a key leaves out what starts with an underscore.
+    text = "\n".join(textwrap.wrap(name, width) or [repr(name)]).replace("$", r"\$")
+    return f"\u200b{text}" if text.startswith("_") else text
+
+
+def save(figure: Figure, axes: Axes, path: Path, **looks) -> None:
+    """Put the key of one panel, which holds for all, below the figure, and write it; `looks` are the legend's."""
     handles, labels = axes.get_legend_handles_labels()
     # Characters of about 0.08 inches behind a sample of the line, in as many columns as there is room for.
-    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, labels)))))
-    order = sorted(range(len(labels)), key=lambda i: labels[i] == "chance")
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * longest)))
+    order = sorted(range(len(labels)), key=lambda i: labels[i] in ("chance", "others"))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
     rows = math.ceil(len(labels) / columns)
-    figure.set_figheight(figure.get_figheight() + 0.22 * (rows - 1))
+    lines = max(label.count("\n") + 1 for label in labels)
+    figure.set_figheight(figure.get_figheight() + 0.22 * (rows * lines - 1))
     columns = math.ceil(len(labels) / rows)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    _write(figure, path)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, **looks)
+    write(figure, path)
 
 
-def _write(figure: Figure, path: Path) -> None:
-    """Write a figure as a whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png")
-    part.replace(path)
+def write(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, and as SVG beside it, each as a whole or not at all; the same figure is the same bytes."""
+    parts = {}
+    with rc_context({"svg.hashsalt": "laplacian-heads"}):
+        for kind, metadata in (("png", {}), ("svg", {"Date": None})):
+            target = path.with_suffix(f".{kind}")
+            part = target.with_name(target.name + ".part")
+            figure.savefig(part, format=kind, metadata=metadata)
+            parts[part] = target
+    for part, target in parts.items():
+        part.replace(target)

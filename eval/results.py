@@ -143,3 +143,18 @@ def model_index(tasks: dict[str, dict]) -> list[EvalResult]:
         for task, entry in tasks.items()
         if math.isfinite(entry["value"])
     ]
+
+
+def results_folder(model: str, output: str | None = None) -> Path:
+    """Where what was measured of a model lies: its own folder; for an id of the Hub runs/eval/OWNER--NAME.
+
+    Of a checkpoint of a run that is in training it is geometry/checkpoint-N of the run: the checkpoint itself is
+    deleted when the next one is complete.
+    """
+    if output is not None:
+        return Path(output).expanduser()
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return Path("runs", "eval", model.replace("/", "--"))
+    checkpoint = folder.name.startswith("checkpoint-") and (folder / "trainer_state.json").exists()
+    return folder.parent / "geometry" / folder.name if checkpoint else folder

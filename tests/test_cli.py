@@ -234,7 +234,7 @@ def test_demo_ends_with_everything_a_visitor_needs(finished_demo):
     out = finished_demo / "out"
     report = (out / "report.md").read_text()
     assert "one seed is no evidence" in report
-    assert {"scores.png", "geometry.png", "loss.png"} <= {path.name for path in out.iterdir()}
+    assert {"scores.png", "variance.png", "loss.png"} <= {path.name for path in out.iterdir()}
     for heads in (0, 1):
         folder = out / f"laplacian_heads_{heads}/hub"
         assert AutoModelForCausalLM.from_pretrained(folder).config.laplacian_heads == heads

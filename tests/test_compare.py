@@ -30,7 +30,11 @@ def score(value, stderr, chance=None):
 
 def layers(*shares):
     return [
-        {"layer": i, "within_sequence_share": share, "components_99": 10.5 * share, "components_99_pooled": 12}
+        {
+            "layer": i,
+            "variance": {"shares": {"within_sequence": share}},
+            "spectrum": {"per_sequence": {"components_99": 10.5 * share, "eigenvalues": [3.0, 1.0]}},
+        }
         for i, share in enumerate(shares)
     ]
 
@@ -87,6 +91,30 @@ def test_earlier_folder_is_believed_where_two_know(folder):
     assert read([folder / "tuned", folder / "pretrained"])["tokens_per_second"] == 99.0
 
 
+def test_pictures_are_named_in_their_order(folder):
+    """The log of training has geometry too; one without losses has no picture of losses."""
+    log = {"log_history": [{"step": 1, "gradient_norm/layer_01": 0.5}]}
+    (folder / "laplacian" / "trainer_state.json").write_text(json.dumps(log))
+    pictures = plot(rows({"k=3": [folder / "laplacian"]}), folder)
+    assert [picture.stem for picture in pictures] == ["scores", "variance", "spectrum", "ranks", "training"]
+    assert all((folder / f"{picture.stem}.png").exists() for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"layer": 1, "within_sequence_share": 0.5, "components_99": 3.0},  # as earlier versions wrote it
+        {"layer": 1},
+        {"layer": 1, "variance": {"shares": {"within_sequence": None}}, "spectrum": {"pooled": {"components_99": 3}}},
+    ],
+)
+def test_geometry_that_the_last_layer_does_not_have_is_unknown(folder, last):
+    (folder / "tuned" / "geometry.json").write_text(json.dumps({"layers": [layers(0.9)[0], last]}))
+    known = read([folder / "tuned"])
+    assert (known["within_sequence_share"], known["components_99"]) == (None, None)
+    compare(recipe(folder, "tuned", "laplacian", output=str(folder / "out")))
+
+
 def test_layout_is_that_of_the_config_where_the_results_are_of_before(folder):
     (folder / "laplacian" / "config.json").write_text('{"laplacian_heads": 0}')
     assert read([folder / "laplacian"])["laplacian_heads"] == 0
@@ -124,7 +152,7 @@ def test_table_has_a_column_for_all_that_is_known(folder):
 
 def row(run, **scores):
     unknown = ("laplacian_heads", "bits_per_byte", "stage", "tokens_per_second")
-    geometry = {"within_sequence_share": None, "components_99": None, "layers": []}
+    geometry = {"within_sequence_share": None, "components_99": None, "geometry": {}}
     return {"run": run, **dict.fromkeys(unknown), "scores": scores, "chance": {}, "log_history": [], **geometry}
 
 
@@ -168,8 +196,9 @@ def test_verb_prints_and_writes(folder, capsys):
     compare(recipe(folder, "tuned", "laplacian", output=str(folder / "out")), dry_run=True)
     assert not (folder / "out").exists()
     compare(recipe(folder, "tuned", "laplacian", output=str(folder / "out")))
-    names = ["compare.md", "differences.png", "geometry.png", "loss.png", "scores.png"]
-    assert sorted(path.name for path in (folder / "out").iterdir()) == names
+    stems = ["differences", "loss", "ranks", "scores", "spectrum", "variance"]
+    names = {"compare.md", *(f"{stem}.{kind}" for stem in stems for kind in ("png", "svg"))}
+    assert {path.name for path in (folder / "out").iterdir()} == names
     text = (folder / "out" / "compare.md").read_text()
     assert text == printed
     assert "one seed is no evidence" in text
@@ -192,7 +221,7 @@ def test_model_of_the_hub_is_read_where_it_was_measured(folder, monkeypatch, cap
     assert "| owner/name | 3 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ['{"layers": [', "[1]"])
+@pytest.mark.parametrize("text", ['{"layers": [', "[1]", '{"layers": 5}', '{"layers": [1]}', '{"layers": [{}]}'])
 def test_damaged_file_is_named(folder, text):
     (folder / "tuned" / "geometry.json").write_text(text)
     with pytest.raises(ValueError, match=r"geometry.json is damaged"):
@@ -352,7 +381,7 @@ def test_perplexities_are_not_drawn_among_scores(tmp_path):
     for each in found:
         each["scores"]["choice"] = Score("acc", 0.5, 0.1)
     plot(found, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"scores.png", "differences.png"}
+    assert {path.stem for path in tmp_path.iterdir()} == {"scores", "differences"}
 
 
 def test_fewer_items_are_said_everywhere(tmp_path, monkeypatch):
@@ -374,7 +403,7 @@ def test_fewer_items_are_said_everywhere(tmp_path, monkeypatch):
     assert cells[3][6] == "9"
 
     drawn = {}
-    monkeypatch.setattr(plots, "_save", lambda figure, axes, path: drawn.update({path.name: axes}))
+    monkeypatch.setattr(plots, "save", lambda figure, axes, path: drawn.update({path.name: axes}))
     plot(found, tmp_path)
     labels = ["choice\n20 of 2376 items", "sums"]
     assert [label.get_text() for label in drawn["scores.png"].get_xticklabels()] == labels
@@ -390,7 +419,7 @@ def test_intervals_are_drawn_where_they_are(tmp_path, monkeypatch):
     means = {"a": (0.5, 0.4), "b": (0.6, 0.3), "c": (0.45, 0.4)}
     found = [row(run, x=Score("acc", x, 0.01), y=Score("acc", y, 0.02)) for run, (x, y) in means.items()]
     drawn = {}
-    monkeypatch.setattr(plots, "_save", lambda figure, axes, path: drawn.update({path.name: axes}))
+    monkeypatch.setattr(plots, "save", lambda figure, axes, path: drawn.update({path.name: axes}))
     plot(found, tmp_path)
     axes = drawn["differences.png"]
     for (points, _, (bars,)), run in zip(axes.containers, "bc", strict=True):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from laplacian_heads import hub_upload, model_card, recipes
-from laplacian_heads.hub_upload import UploadRecipe, stage, upload, verify
+from laplacian_heads.eval import geometry_plots, report
+from laplacian_heads.hub_upload import UploadRecipe, hashes, stage, upload, verify
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT_TEMPLATE = "{% for message in messages %}<|bos|>{{ message.content }}{% endfor %}"
@@ -32,7 +33,12 @@ STAGED = {
     *("config.json", "generation_config.json", "model.safetensors"),
     *("configuration.py", "laplacian.py", "modeling_laplace_gpt.py"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("README.md", "heads.png", "recipe.yaml", "results.json", "eval.json", "geometry.json", "geometry.png"),
+    *("README.md", "heads.png", "recipe.yaml", "results.json", "eval.json", "geometry.json", "mine.png"),
+    *("geometry/report.md", "geometry/variance.png"),
+}
+GEOMETRY = {
+    **{"data": "python_prose", "sequences": 2, "tokens": 32, "classes_are": None},
+    "layers": [{"layer": 0, "variance": {"shares": {"within_sequence": 0.625}}}],
 }
 
 
@@ -44,8 +50,11 @@ def make_run(folder, model, tokenizer):
     (folder / "recipe.yaml").write_text("seed: 0\n")
     (folder / "results.json").write_text(json.dumps(RESULTS))
     (folder / "eval.json").write_text(json.dumps({"tasks": {"generated_choice": TASK, "mmlu": LIMITED}}))
-    (folder / "geometry.json").write_text("{}")
-    (folder / "geometry.png").write_bytes(b"\x89PNG")
+    (folder / "geometry.json").write_text(json.dumps(GEOMETRY))
+    (folder / "mine.png").write_bytes(b"\x89PNG")
+    (folder / "geometry").mkdir()
+    report.write({"run": GEOMETRY}, geometry_plots.all_of({"run": GEOMETRY}, folder / "geometry"), folder / "geometry")
+    (folder / "geometry" / "spectrum.png").write_bytes(b"of an earlier report")
     (folder / "checkpoint-1").mkdir()
     torch.save({}, folder / "checkpoint-1" / "optimizer.pt")
     torch.save({}, folder / "training_args.bin")
@@ -98,7 +107,7 @@ def test_dry_run_stages_and_verifies(run, capsys, only_generate):
     (run / "hub" / "stale.json").write_text("{}")
     shutil.copytree(run / "hub", run / "hub.part")
     upload(recipe(run), dry_run=True)
-    assert {path.name for path in (run / "hub").iterdir()} == STAGED
+    assert hashes(run / "hub").keys() == STAGED
     assert not (run / "hub.part").exists()
     assert not (run / "hub.old").exists()
     for name in ("configuration.py", "laplacian.py", "modeling_laplace_gpt.py"):
@@ -126,6 +135,23 @@ def test_dry_run_stages_and_verifies(run, capsys, only_generate):
         ("generated_choice acc", 0.5, "generated_choice"),
         ("mmlu acc, 20 of 500 items, without calculator", 0.5, "cais/mmlu"),
     }
+
+
+@pytest.mark.parametrize("where", ["in the run", "elsewhere", "nowhere"])
+def test_card_shows_geometry(run, where):
+    """The report where the run has one; the figures alone where it lies with that of other runs."""
+    if where != "in the run":
+        shutil.rmtree(run / "geometry")
+    if where == "nowhere":
+        (run / "geometry.json").unlink()
+    stage(run, run / "hub", recipe(run), run / "expected.safetensors")
+    card = (run / "hub" / "README.md").read_text()
+    assert card.count("\n## Geometry\n") == (where != "nowhere")
+    assert bool(re.search(r"^\| share within sequences +\| 0.625 +\|$", card, re.MULTILINE)) == (where != "nowhere")
+    pictures = re.findall(r"!\[.*?\]\((geometry/.*?)\)", card)
+    assert pictures == (["geometry/variance.png"] if where == "in the run" else [])
+    assert all((run / "hub" / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert not re.search(r"^# (?!run|tiny-model)", card.partition("\n---\n")[2], re.MULTILINE)
 
 
 def test_card_tells_of_every_stage_and_of_the_twin(run, tmp_path, tiny, tokenizer, no_snippets):
@@ -208,7 +234,20 @@ def add_key_to_weights(folder):
 
 
 def add_key_to_picture(folder):
-    (folder / "geometry.png").write_bytes(b"\x89PNG AKIA" + b"ABCDEFGH" * 2 + b" ")
+    (folder / "geometry" / "variance.png").write_bytes(b"\x89PNG AKIA" + b"ABCDEFGH" * 2 + b" ")
+
+
+def add_page(folder):
+    (folder / "geometry" / "report.html").write_text("<html>")
+
+
+def add_folder_to_report(folder):
+    (folder / "geometry" / "more").mkdir()
+
+
+def replace_report(folder):
+    shutil.rmtree(folder / "geometry")
+    (folder / "geometry").write_text("")
 
 
 def break_snippet(folder):
@@ -228,7 +267,10 @@ def break_snippet(folder):
         (add_folder, "checkpoint-1 is staged"),
         (add_token, "recipe.yaml has in it what looks like a token of the Hub"),
         (add_key_to_weights, "model.safetensors has in it what looks like a private key"),
-        (add_key_to_picture, "geometry.png has in it what looks like a key of AWS"),
+        (add_key_to_picture, "geometry/variance.png has in it what looks like a key of AWS"),
+        (add_page, "geometry/report.html is staged"),
+        (add_folder_to_report, "geometry/more is staged"),
+        (replace_report, "geometry is staged"),
         (break_snippet, "The card's code to generate fails: .*temprature"),
     ],
 )
@@ -307,7 +349,7 @@ def test_upload_needs_a_token(run, monkeypatch, tmp_path):
     assert not (run / "hub").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "geometry/variance.png"])
 def test_a_repository_is_the_same_only_with_every_byte(staged, name):
     """Files on the Hub of another size, of the same size with another content, missing ones, and shards too many."""
     folder = staged / "hub"
@@ -319,10 +361,11 @@ def test_a_repository_is_the_same_only_with_every_byte(staged, name):
     def same(files):
         return hub_upload._same({path: remote(path, data) for path, data in files.items()}, folder)
 
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {name: (folder / name).read_bytes() for name in hashes(folder)}
     assert same(files)
     assert same({**files, "notes.txt": b""})
     assert not same({**files, "model-00001-of-00002.safetensors": b""})
+    assert not same({**files, "geometry/spectrum.png": b""})
     for data in (files[name] + b" ", files[name][:-1] + b" "):
         assert not same({**files, name: data})
     del files[name]
@@ -341,7 +384,7 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     write = model_card.snippets
     model_card.snippets = lambda *given: {"Generate": write(*given)["Generate"]}
     HfApi().create_repo("tester/tiny-model")
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "geometry/ranks.png", "notes.txt"):
         HfApi().upload_file(repo_id="tester/tiny-model", path_or_fileobj=b"old", path_in_repo=name)
     assert main(["upload", run, "tester/tiny-model"]) == 1  # there is something, and nobody agreed
     assert main(["upload", run, "tester/tiny-model", "--exist_ok"]) == 0
@@ -352,7 +395,7 @@ def test_uploaded_model_loads_in_a_fresh_process(run, hub, module_process, input
     printed = module_process(code, run, "v2", can_import=True, env=hub.env)
     assert printed.count("Every file came back as it was sent: tester/tiny-model at model-") == 3
     assert printed.count("tester/tiny-model has these files already") == 2
-    assert {path.name for path in hub.files("tester/tiny-model").iterdir()} == {*STAGED, ".gitattributes", "notes.txt"}
+    assert hashes(hub.files("tester/tiny-model")).keys() == {*STAGED, ".gitattributes", "notes.txt"}
 
     model = AutoModelForCausalLM.from_pretrained(run).eval()
     with torch.no_grad():

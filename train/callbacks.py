@@ -1,5 +1,6 @@
 """Trainer callbacks."""
 
+import collections
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from laplacian_heads.laplacian import set_laplacian_share
@@ -58,6 +59,22 @@ class TerminationCallback(TrainerCallback):
         if self.agreed():
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
+
+
+class BriefProgressCallback(ProgressCallback):
+    """Trainer's progress bar, whose lines give of a figure that each layer has the lowest and the highest only."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        brief, layers = {}, collections.defaultdict(list)
+        for name, value in logs.items():
+            figure, by_layer, _ = name.partition("/layer_")
+            if by_layer:
+                layers[figure].append(value)
+            else:
+                brief[name] = value
+        for figure, values in layers.items():
+            brief[figure] = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else values[0]
+        super().on_log(args, state, control, logs=brief, **kwargs)
 
 
 class LaplacianShareCallback(TrainerCallback, ExportableState):

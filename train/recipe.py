@@ -37,6 +37,7 @@ class StageRecipe:
     gradient_checkpointing: bool
     logging_steps: int
     eval_steps: int | None
+    geometry_steps: int | None
     save_steps: int
     report_to: str
 
@@ -48,6 +49,8 @@ class StageRecipe:
             raise ValueError(f"context is {self.context}, allowed is at least 2.")
         if self.eval_steps is not None and self.eval_steps < 1:
             raise ValueError(f"eval_steps is {self.eval_steps}, allowed is at least 1, or null for the end only.")
+        if self.geometry_steps is not None and self.geometry_steps < 1:
+            raise ValueError(f"geometry_steps is {self.geometry_steps}, allowed is at least 1, or null for never.")
         for name in ("momentum_warmup_steps", "warmup_steps", "workers", "shuffle_shards"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 0.")

@@ -10,19 +10,30 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments, set_seed
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProgressCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils import logging
 
 from laplacian_heads import recipes
 from laplacian_heads.files import Stopped, check_model, make_folder, write
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train import budget
-from laplacian_heads.train.callbacks import MomentumWarmupCallback, TerminationCallback
+from laplacian_heads.train.callbacks import BriefProgressCallback, MomentumWarmupCallback, TerminationCallback
 from laplacian_heads.train.checkpoints import is_sharded, last_checkpoint, made_whole, read_progress
+from laplacian_heads.train.geometry import GeometryCallback
 from laplacian_heads.train.optimizer import MuonAdamW
 from laplacian_heads.train.recipe import StageRecipe, this_process
 from laplacian_heads.train.rows import Batches, Rows
 from laplacian_heads.train.trainer import StageTrainer
+
+# Held-out rows that geometry is measured on: as many whatever the batch size, so that runs can be compared.
+GEOMETRY_ROWS = 8
 
 
 def has_bf16() -> bool:
@@ -150,6 +161,10 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
         token_bytes=token_bytes,
         flops=budget.flops_per_token(config, recipe.context),
     )
+    if recipe.geometry_steps is not None:
+        if trainer.pop_callback(ProgressCallback):
+            trainer.add_callback(BriefProgressCallback())
+        trainer.add_callback(GeometryCallback(trainer, held_out[:GEOMETRY_ROWS], recipe.geometry_steps))
     if last:
         print(f"going on at step {saved['global_step']} of {steps}")
         if is_sharded(last) and not trainer.is_fsdp_enabled:

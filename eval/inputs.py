@@ -1,0 +1,139 @@
+"""What a model's geometry is measured on: sequences of text, and images, in batches."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+# Images of a stream are drawn from so many at a time, as datasets are often sorted by class.
+SHUFFLED = 1000
+
+
+@dataclasses.dataclass
+class Batch:
+    """Inputs of one forward pass and the classes that they belong to.
+
+    Args:
+        inputs: what the model takes.
+        token_labels: (sequences, tokens), the class of each token, below 0 where it has none; of text.
+        labels: (sequences,), the class of each image, if they are labelled.
+        pixels: (images, height, width, 3) in 0 to 1, the images as the model sees them.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    token_labels: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    pixels: np.ndarray | None = None
+
+
+def sequences(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], tokens: int, count: int) -> torch.Tensor:
+    """Documents cut into pieces of `tokens` tokens and the one that comes next, each after BOS if there is one.
+
+    First comes the first piece of every document, then the second ones; what is left at a document's end is left out.
+
+    Returns:
+        (sequences, tokens + 1), `count` sequences at most.
+
+    Raises:
+        ValueError: no document is long enough.
+    """
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    length = tokens + 1 - len(start)
+    cut, longest = [], 0
+    for document in documents:
+        ids = tokenizer(document, add_special_tokens=False, truncation=True, max_length=count * length)["input_ids"]
+        longest = max(longest, len(start) + len(ids) - 1)
+        cut.append([start + ids[at : at + length] for at in range(0, len(ids) - length + 1, length)])
+    turns = itertools.zip_longest(*cut)
+    rows = [piece for turn in turns for piece in turn if piece is not None][:count]
+    if not rows:
+        raise ValueError(f"tokens is {tokens}, but the longest document has {longest} tokens; give a smaller number.")
+    return torch.tensor(rows)
+
+
+def text_batches(ids: torch.Tensor, batch_size: int, skip: int, min_count: int) -> Iterator[Batch]:
+    """Batches of `sequences`, whose classes are the next tokens that are seen at least `min_count` times.
+
+    Args:
+        ids: (sequences, tokens + 1).
+        skip: so many of the first tokens have no class; the very first has none, as it is BOS and alike in all.
+    """
+    following = ids[:, 1:].clone()
+    following[:, : max(skip, 1)] = -1
+    counts = torch.bincount(following[following >= 0], minlength=int(ids.max()) + 1)
+    following[counts[following.clamp(min=0)] < min_count] = -1
+    for rows, labels in zip(ids.split(batch_size), following.split(batch_size), strict=True):
+        yield Batch({"input_ids": rows[:, :-1]}, token_labels=labels)
+
+
+def images(data: str, count: int) -> tuple[Iterable[dict], int, str, str | None, list[str]]:
+    """`count` images of a source, drawn at random, always the same ones.
+
+    Args:
+        data: a folder with a folder of images for each class, a folder of `Dataset.save_to_disk`, or a dataset of the
+            Hub as owner/name[@revision][:config[:split]].
+
+    Returns:
+        Rows, how many there are at most, the name of their column of images, that of their labels if there is one, and
+        the names of the classes.
+
+    Raises:
+        ValueError: there is no such source, or it has no images.
+    """
+    path = Path(data).expanduser()
+    try:
+        if path.is_dir() and (path / "state.json").exists():
+            dataset = datasets.load_from_disk(str(path))
+        elif path.is_dir():
+            dataset = datasets.load_dataset("imagefolder", data_dir=str(path), split="train")
+        else:
+            name, config, split, *_ = [*data.split(":"), None, None]
+            name, _, revision = name.partition("@")
+            dataset = datasets.load_dataset(
+                name, config or None, split=split or "train", revision=revision or None, streaming=True
+            )
+    except Exception as error:  # without a connection, one of the HTTP client that huggingface_hub happens to use
+        raise ValueError(f"data: {data} cannot be read as images: {' '.join(str(error).split())}") from error
+    features = dataset.features or {}
+    pictures = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    if not pictures:
+        raise ValueError(f"data: {data} has no images, its columns are {', '.join(features) or 'unknown'}.")
+    if isinstance(dataset, datasets.Dataset):
+        count = min(count, len(dataset))
+        rows = dataset.shuffle(seed=0).select(range(count))
+    else:
+        rows = dataset.shuffle(seed=0, buffer_size=SHUFFLED).take(count)
+    return rows, count, pictures[0], labels[0] if labels else None, features[labels[0]].names if labels else []
+
+
+def image_batches(
+    rows: Iterable[dict], image: str, label: str | None, processor, channels: int, batch_size: int
+) -> Iterator[Batch]:
+    """Batches of images as an image processor of transformers makes them.
+
+    Args:
+        rows: with a PIL image in the column `image` and a class in the column `label`, if that is given.
+        channels: 1 for grey images, 3 for coloured ones.
+    """
+    rows = iter(rows)
+    while some := list(itertools.islice(rows, batch_size)):
+        pictures = [row[image].convert("L" if channels == 1 else "RGB") for row in some]
+        values = processor(pictures, return_tensors="pt")["pixel_values"]
+        labels = None if label is None else torch.tensor([-1 if row[label] is None else row[label] for row in some])
+        if labels is not None and labels.max() < 0:
+            raise ValueError(f"data: the column {label!r} has no labels, only {labels.max()}; give another split.")
+        yield Batch({"pixel_values": values}, labels=labels, pixels=_pixels(values, processor))
+
+
+def _pixels(values: torch.Tensor, processor) -> np.ndarray:
+    """(images, height, width, 3) in 0 to 1 of (images, channels, height, width), without the normalisation."""
+    if getattr(processor, "do_normalize", False):
+        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (processor.image_mean, processor.image_std))
+        values = values * std + mean
+    return values.clamp(0, 1).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()

@@ -1,0 +1,233 @@
+"""The verb geometry: how tokens lie in models' hidden states, as geometry.json, plots and a report."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from laplacian_heads import sources
+from laplacian_heads.eval import geometry_plots, inputs, report
+from laplacian_heads.eval.inputs import Batch
+from laplacian_heads.eval.results import results_folder
+from laplacian_heads.eval.survey import METRICS, Points, Survey
+from laplacian_heads.files import check_model, make_folder, write
+from laplacian_heads.laplacian import heads_by_layer
+
+POINTS = 2000  # of the scatter plot
+SEQUENCES, IMAGES = 64, 2000  # that are measured if the recipe does not say how many
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclasses.dataclass
+class GeometryRecipe:
+    """Keys of `recipes/geometry.yaml`, which says what they mean."""
+
+    models: list | None
+    data: str | list
+    documents: int
+    tokens: int
+    skip: int
+    min_count: int
+    sequences: int | None
+    batch_size: int
+    metrics: list
+    layers: list
+    output: str | None
+    trust_remote_code: bool
+
+    def __post_init__(self):
+        if not self.models or not all(isinstance(model, str) and model for model in self.models):
+            raise ValueError(f"models is {self.models}, allowed is a list of model folders and ids of the Hub.")
+        if len(set(self.models)) < len(self.models):
+            raise ValueError(f"models is {self.models}, allowed is each model once.")
+        for name in ("data", "output"):
+            if getattr(self, name) in ("", []):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, allowed is what recipes/geometry.yaml says of it."
+                )
+        for name, least in (("documents", 1), ("tokens", 2), ("skip", 0), ("min_count", 1), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least {least}.")
+        if self.sequences is not None and self.sequences < 1:
+            raise ValueError(f"sequences is {self.sequences}, allowed is at least 1, or null.")
+        if self.skip >= self.tokens:
+            raise ValueError(f"skip is {self.skip}, allowed is less than tokens, {self.tokens}.")
+        for metric in self.metrics:
+            if metric not in METRICS:
+                raise ValueError(f"metrics has {metric!r}, allowed are {', '.join(METRICS)}.")
+        if not self.metrics:
+            raise ValueError(f"metrics is [], allowed are {', '.join(METRICS)}.")
+        if "nearest_mean" in self.metrics and "collapse" not in self.metrics:
+            raise ValueError(f"metrics is {self.metrics}, allowed is nearest_mean only beside collapse.")
+        if not self.layers or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in self.layers):
+            raise ValueError(f"layers is {self.layers}, allowed is a list of numbers, such as [0, 6, -1].")
+
+
+def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
+    """Measure models' geometry, print a table for each, and write geometry.json, plots and a report.
+
+    Of one model everything goes to its folder, the plots and report into `geometry` there; of several models the plots
+    and the report, which compare them, go to `recipe.output` or runs/geometry.
+
+    Raises:
+        ValueError: a value of the recipe or its data is not allowed, or a model does not record what is needed.
+        OSError: a model cannot be read, or a file not written.
+    """
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    folders = {name: _newest(name) for name in recipe.models}
+    configs = {name: _config(folder, recipe) for name, folder in folders.items()}
+    several = len(recipe.models) > 1
+    targets = {name: results_folder(folder, None if several else recipe.output) for name, folder in folders.items()}
+    pages = Path(recipe.output or "runs/geometry").expanduser() if several else targets[recipe.models[0]] / "geometry"
+    if state.is_main_process:
+        for name, config in configs.items():
+            print(f"{folders[name]}: {_size(config)}, {', '.join(recipe.metrics)}, into {targets[name]}")
+        print(f"data: {recipe.data}; plots and report: {pages}")
+    if dry_run:
+        return
+
+    measured, points = {}, {}
+    for name, folder in folders.items():
+        measured[name], points[name] = _measured(folder, configs[name], recipe)
+        if state.is_main_process:
+            make_folder(targets[name])
+            write(targets[name] / "geometry.json", measured[name])
+            print(f"\n{name}: {measured[name]['sequences']} sequences, {measured[name]['tokens']:,} tokens\n")
+            print(report.tables({name: measured[name]}))
+    if state.is_main_process:
+        make_folder(pages)
+        logs = {name: _log(folder) for name, folder in folders.items()}
+        report.write(measured, geometry_plots.all_of(measured, pages, points, logs), pages)
+        print(f"\n{pages / 'report.html'}")
+
+
+def _newest(name: str) -> str:
+    """The folder of a model; of a run that is still in training the newest checkpoint, if there is one."""
+    check_model(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").exists():
+        checkpoints = {int(match[1]): path for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
+        if not checkpoints:
+            raise ValueError(f"There is no model in {name}, nor a checkpoint of a run.")
+        return str(checkpoints[max(checkpoints)])
+    return name
+
+
+def _config(name: str, recipe: GeometryRecipe):
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError) as error:  # of which not all name the model
+        raise ValueError(f"{name} cannot be read, neither as a folder nor from the Hub: {error}") from error
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and recipe.tokens > context:
+        raise ValueError(f"tokens is {recipe.tokens}, allowed for {name} is at most its context, {context}.")
+    return config
+
+
+def _size(config) -> str:
+    layers, width = (getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size"))
+    return config.model_type if None in (layers, width) else f"{layers} layers of width {width}"
+
+
+def _log(folder: str) -> list[dict]:
+    path = Path(folder).expanduser() / "trainer_state.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("log_history", []) if path.exists() else []
+
+
+def load(name: str, config, recipe: GeometryRecipe) -> PreTrainedModel:
+    """A model with the head it was saved with, for next tokens or for classes of images, or with none."""
+    saved, code = set(config.architectures or []), getattr(config, "auto_map", {})
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in saved
+    if causal or "AutoModelForCausalLM" in code:
+        kind = AutoModelForCausalLM
+    elif any(each.endswith("ForImageClassification") for each in saved):
+        kind = AutoModelForImageClassification
+    else:
+        kind = AutoModel
+    # Attention is recorded by the one implementation that makes P.
+    eager = {"attn_implementation": "eager"} if "attention_entropy" in recipe.metrics else {}
+    model = kind.from_pretrained(name, trust_remote_code=recipe.trust_remote_code, **eager)
+    return model.to(PartialState().device).eval()
+
+
+def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points | None]:
+    """What geometry.json says of a model, and the points to plot."""
+    model = load(name, config, recipe)
+    state = PartialState()
+    batches, count, names = (_images if model.main_input_name == "pixel_values" else _text)(name, model, recipe)
+
+    def mine(what: str) -> Iterator[Batch]:
+        """The batches of this process."""
+        some = itertools.islice(batches(), state.process_index, None, state.num_processes)
+        total = -(-count // (recipe.batch_size * state.num_processes))
+        return tqdm(some, f"{Path(name).name}, {what}", total, unit="batch", disable=not state.is_main_process)
+
+    points = max(1, POINTS // count)
+    survey = Survey(model, recipe.metrics, recipe.layers, recipe.skip, points, labels=len(names))
+    for batch in mine("geometry"):
+        survey.update(batch)
+    survey.gather()
+    if "nearest_mean" in recipe.metrics:
+        for batch in mine("nearest means"):
+            survey.update_nearest(batch)
+    found = {
+        "model": name,
+        "data": recipe.data,
+        "sequences": survey.sequences,
+        "tokens": survey.tokens,
+        "classes_are": "labels" if survey.images and names else None if survey.images else "next tokens",
+        "laplacian_heads": _heads(config),
+        "layers": survey.layers(),
+    }
+    return found, survey.points(names) if "pca" in recipe.metrics else None
+
+
+def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str]]:
+    """Batches of a language model, how many sequences they have, and the names of the classes."""
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+    documents = itertools.islice(sources.documents(recipe.data), recipe.documents)
+    ids = inputs.sequences(tokenizer, documents, recipe.tokens, recipe.sequences or SEQUENCES)
+    names = {token: repr(tokenizer.decode([token])) for token in ids.unique().tolist()}
+    batches = functools.partial(inputs.text_batches, ids, recipe.batch_size, recipe.skip, recipe.min_count)
+    return batches, len(ids), names
+
+
+def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str]]:
+    """Batches of a model of images, how many images they have, and the names of the classes."""
+    if not isinstance(recipe.data, str) or recipe.data in sources.BUILT_IN:
+        raise ValueError(
+            f"data is {recipe.data!r}, allowed for {name}, which reads images, is a folder with a folder for each "
+            "class, or a dataset of the Hub."
+        )
+    try:
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"There is no image processor in {name} ({' '.join(str(error).split())[:200]}).") from error
+    rows, count, image, label, names = inputs.images(recipe.data, recipe.sequences or IMAGES)
+    channels = getattr(model.config, "num_channels", 3)
+    batches = functools.partial(inputs.image_batches, rows, image, label, processor, channels, recipe.batch_size)
+    return batches, count, dict(enumerate(names))
+
+
+def _heads(config) -> list[list[int]] | None:
+    heads = getattr(config, "laplacian_heads", None)
+    if heads is None:
+        return None
+    return heads_by_layer(heads, [config.num_attention_heads] * config.num_hidden_layers)
