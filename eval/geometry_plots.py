@@ -41,8 +41,7 @@ def all_of(models: dict[str, dict], folder: Path, pca: dict | None = None, logs:
     Args:
         models: name of each model and the content of its geometry.json.
         folder: where to draw.
-        pca: for each model None or an object with points (N, 2), classes (N names), shares (of the variance, of two
-            components) and pictures: a list, for images, of (image (H, W, 3) uint8, map (h, w, 3) from 0 to 1).
+        pca: for each model None or a `survey.Points`.
         logs: for some of the models Trainer's log_history.
 
     Returns:
@@ -69,7 +68,7 @@ def variance(models: dict[str, dict], folder: Path) -> Picture | None:
         ("variance", "shares", "between_class"): ("Between classes", "share of the tokens' variance"),
     }
     text = "Shares of the variance of tokens, by layer."
-    return _by_layer(models, titles, folder, Picture("variance", "Variance", f"{text} {LAYERS}"), ylim=(0, 1.03))
+    return _by_layer(models, titles, folder, Picture("variance", "Variance", f"{text} {LAYERS}"))
 
 
 def similarity(models: dict[str, dict], folder: Path) -> Picture | None:
@@ -208,15 +207,15 @@ def scatter(pca: dict, folder: Path) -> Picture | None:
     pca = {name: each for name, each in pca.items() if each is not None and len(each.points)}
     if not pca:
         return None
-    counts = collections.Counter(name for each in pca.values() for name in each.classes)
+    counts = collections.Counter(name for each in pca.values() for name in each.classes if name is not None)
     most = [name for name, _ in counts.most_common(CLASSES)]
     drawing, all_axes = panels(len(pca), columns=3, height=4.4)
     # Thousands of points: in the SVG they are one image.
     looks = {"linewidths": 0, "rasterized": True}
     for axes, (name, each) in zip(all_axes, pca.items(), strict=True):
         points, classes = np.asarray(each.points), np.array(each.classes, object)
-        if len(counts) > CLASSES:
-            others = points[~np.isin(classes, most)]
+        others = points[[name not in most for name in each.classes]]
+        if len(others):
             axes.scatter(*others.T, s=8, color="#cccccc", label="others", **looks)
         for i, which in enumerate(most):
             own = points[classes == which]
@@ -227,10 +226,10 @@ def scatter(pca: dict, folder: Path) -> Picture | None:
         axes.set(xlabel=f"component 1, {each.shares[0]:.0%}", ylabel=f"component 2, {each.shares[1]:.0%}")
         axes.grid(visible=False)
     save(drawing, all_axes[0], folder / "pca.png", markerscale=1.6)
-    text = (
-        f"Along the first two principal components, with their shares of the variance; of the classes the {len(most)}"
-    )
-    return Picture("pca", "Principal components", f"{text} most frequent are told apart.")
+    text = "Along the first two principal components, with their shares of the variance."
+    if most:
+        text += f" Of the classes the {len(most)} most frequent are told apart."
+    return Picture("pca", "Principal components", text)
 
 
 def patches(pca: dict, folder: Path) -> Picture | None:
@@ -257,7 +256,7 @@ def patches(pca: dict, folder: Path) -> Picture | None:
 
 
 def training(logs: dict[str, list[dict]], folder: Path) -> Picture | None:
-    """What was logged of layers in training: a row for each run, a panel for each measure, a line for each layer.
+    """What was logged of layers in training: a column for each run, a panel for each measure, a line for each layer.
 
     Args:
         logs: name of each run and Trainer's log_history.
@@ -271,8 +270,8 @@ def training(logs: dict[str, list[dict]], folder: Path) -> Picture | None:
     others = [name for name in names if name not in layers]  # the embedding, the head, and what else there is
     others = {name: {"color": ACCENTS[i % len(ACCENTS)], "linestyle": "dashed"} for i, name in enumerate(others)}
     depth = Normalize(0, max(1, *layers.values(), 1))
-    drawing, all_axes = panels(len(found) * len(groups), len(groups))
-    for axes, (run, group) in zip(all_axes, ((run, group) for run in found for group in groups), strict=True):
+    drawing, all_axes = panels(len(found) * len(groups), max(2, len(found)), height=3)
+    for axes, (run, group) in zip(all_axes, ((run, group) for group in groups for run in found), strict=True):
         for line, (steps, values) in found[run].get(group, {}).items():
             if line in layers:
                 axes.plot(steps, values, color=DEPTH(depth(layers[line])), linewidth=1.4)
@@ -322,14 +321,12 @@ def _by_layer(
     picture: Picture,
     width: float = 4.8,
     height: float = 4,
-    **limits,
 ) -> Picture | None:
     """Lines over layers, one for each model, in one panel for each measure that some model has.
 
     Args:
         titles: where each measure lies in a layer, and its title and unit.
         width, height: of a panel, in inches.
-        limits: of the axes.
     """
     titles = {keys: both for keys, both in titles.items() if any(_points(model, *keys)[0] for model in models.values())}
     if not titles:
@@ -341,9 +338,8 @@ def _by_layer(
             layers, values = _points(model, *keys)
             axes.plot(layers, values, label=written(name), markersize=5 if len(layers) < 16 else 3.5, **style(i))
             shown += values
-        axes.set(title=title, ylabel=unit, **limits)
-        if not limits:
-            _scale(axes, "y", shown)
+        axes.set(title=title, ylabel=unit)
+        _scale(axes, "y", shown)
         _layer_axis(axes)
     save(drawing, all_axes[0], folder / f"{picture.stem}.png")
     return picture
@@ -355,8 +351,11 @@ def _layer_axis(axes: Axes) -> None:
 
 
 def _scale(axes: Axes, axis: str, values: list[float]) -> None:
-    """A logarithmic axis for values of several orders of magnitude; else one from 0, where none is below."""
+    """A logarithmic axis for values of several orders of magnitude; else one from 0, where none is below.
+
+    Values that are nearly alike, as the shares within sequences of text are, have an axis of their own range.
+    """
     if min(values) > 0 and max(values) > 30 * min(values):
         axes.set(**{f"{axis}scale": "log"})
-    elif axis == "y" and min(values) >= 0:
-        axes.set_ylim(bottom=0)
+    elif axis == "y" and min(values) >= 0 and max(values) - min(values) > 0.1 * max(values):
+        axes.set_ylim(0, 1.06 * max(values) or None)

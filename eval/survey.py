@@ -48,14 +48,14 @@ class Points:
 
     Args:
         points: (points, 2), tokens in the first two components.
-        classes: the name of each one's class.
+        classes: the name of each one's class, None where it has none.
         shares: of the variance, the first two components'.
         pictures: for some images (height, width, 3) pixels and (rows, columns, 3) the first three components of their
             patches, both in 0 to 1.
     """
 
     points: np.ndarray
-    classes: list[str]
+    classes: list[str | None]
     shares: tuple[float, float]
     pictures: list[tuple[np.ndarray, np.ndarray]]
 
@@ -296,7 +296,7 @@ class Survey:
         shares = (eigenvalues / eigenvalues.sum()).nan_to_num()[:2].tolist()
         return Points(
             ((vectors - spectrum.pooled.means[0]) @ components[:2].mT).numpy(),
-            ["none" if label < 0 else names.get(label, str(label)) for label in classes.tolist()],
+            [names.get(label, str(label)) if label >= 0 else None for label in classes.tolist()],
             tuple(shares),
             self._patches(),
         )

@@ -362,7 +362,7 @@ def test_classes_that_are_never_seen_leave_the_rest(folder):
     found, points = measure._measured(str(folder / "llama"), measure._config(str(folder / "llama"), asked), asked)
     assert "collapse" not in found["layers"][-1]
     assert found["layers"][-1]["spectrum"]["pooled"]["effective_rank"] > 1
-    assert set(points.classes) == {"none"}
+    assert set(points.classes) == {None}
 
 
 def test_wrong_data_for_images(folder, tmp_path):
@@ -393,7 +393,7 @@ def test_pictures_without_labels_have_no_classes(folder, tmp_path):
     assert (found["sequences"], found["classes_are"]) == (7, None)
     assert "collapse" not in found["layers"][-1]
     assert found["layers"][-1]["variance"].keys() == {"total", "within_sequence", "between_sequence", "shares"}
-    assert set(points.classes) == {"none"}
+    assert set(points.classes) == {None}
 
 
 def test_model_of_the_hub_is_measured(folder, hub, fresh_process, tmp_path):
