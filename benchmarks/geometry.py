@@ -12,7 +12,7 @@ from laplacian_heads.eval.inputs import text_batches
 from laplacian_heads.eval.survey import Survey
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
-VOCABULARY, SEQUENCES, TOKENS, ROWS = 8192, 32, 256, 8
+VOCABULARY, SEQUENCES, TOKENS, ROWS = 8192, 16, 256, 8
 DEFAULT = ["variance", "spectra", "collapse", "pca"]
 # Tokens after which the peak is read, in batches of so many sequences of so many tokens and a width of so much.
 COUNTS = (10**5, 10**6, 10**7)

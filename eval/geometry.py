@@ -16,6 +16,8 @@ ROUNDING = torch.finfo(torch.float64).eps
 SHARES = (90, 95, 99)
 # Elements of a block of pairs of classes.
 BLOCK = 2**22
+# Squared distances below so much of the squared lengths have lost too many digits when they come from products.
+NEAR = 1e-4
 
 
 class NotFiniteError(ValueError):
@@ -422,27 +424,28 @@ def collapse(groups: Groups, classifier: torch.Tensor | None = None) -> dict:
     centred = means - means.mean(0)
     units = torch.nn.functional.normalize(centred, dim=1, eps=0)
 
+    # Below this, two means are apart by rounding alone.
     rounding = 16 * ROUNDING * means.norm(dim=1).max()
 
     def distances(some):
-        apart = _distances(means[some], means)
-        return apart.square() * (apart > rounding)
+        return _squared_distances(centred[some], centred, rounding)
 
     def cdnv(some):
         return (variances[some, None] + variances) / 2 / distances(some)
 
     def gaps(some):
-        return -(_distances(units[some], units) * (distances(some) > 0)).log()
+        return -_squared_distances(units[some], units, rounding / centred.norm(dim=1).min()).log() / 2
 
     result = {"classes": classes, "samples": int(groups.counts.sum())}
     if groups.scatter:
         result["nc1"] = _trace_ratio(groups.within / groups.counts.sum(), centred)
     result |= {f"{name}_means": value for name, value in _simplex(centred).items()}
-    result["cdnv"], _ = _pair_statistics(cdnv, classes)
+    result["cdnv"] = _mean_over_pairs(cdnv, classes)
     result["cdnv_within"] = number(variances.mean())
-    result["cdnv_between"], _ = _pair_statistics(distances, classes)
+    result["cdnv_between"] = _mean_over_pairs(distances, classes)
     result["separability"] = ratio(result["cdnv_between"], result["cdnv_within"])
-    result["gnc2_mean"], result["gnc2_std"] = _pair_statistics(gaps, classes)
+    result["gnc2_mean"] = _mean_over_pairs(gaps, classes)
+    result["gnc2_std"] = _deviation_over_pairs(gaps, classes)
     if classifier is not None:
         rows = classifier[groups.labels].double()
         result |= {f"{name}_classifier": value for name, value in _simplex(rows).items()}
@@ -460,12 +463,10 @@ def _simplex(vectors: torch.Tensor) -> dict:
         return dict.fromkeys(("nc2_equinorm", "nc2_equiangular", "nc2_maximal_angle"))
     lengths, units = vectors.norm(dim=1), torch.nn.functional.normalize(vectors, dim=1, eps=0)
     ideal = 1 / (classes - 1)
-    _, equiangular = _pair_statistics(lambda some: units[some] @ units.mT, classes)
-    maximal, _ = _pair_statistics(lambda some: (units[some] @ units.mT + ideal).abs(), classes)
     return {
         "nc2_equinorm": number(lengths.std() / lengths.mean()),
-        "nc2_equiangular": equiangular,
-        "nc2_maximal_angle": maximal,
+        "nc2_equiangular": _deviation_over_pairs(lambda some: units[some] @ units.mT, classes),
+        "nc2_maximal_angle": _mean_over_pairs(lambda some: (units[some] @ units.mT + ideal).abs(), classes),
     }
 
 
@@ -481,24 +482,39 @@ def _trace_ratio(within: torch.Tensor, centred: torch.Tensor) -> float | None:
     return number(((directions @ within * directions).sum(1) / lengths.square()).sum())
 
 
-def _distances(some: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Distances by differences: by products, those of means that nearly coincide would be rounding."""
-    return torch.cdist(some, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def _pair_statistics(values: Callable[[slice], torch.Tensor], classes: int) -> tuple[float | None, float | None]:
-    """Mean and standard deviation of a value over all pairs of two classes; None where it is not defined.
+def _squared_distances(some: torch.Tensor, vectors: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+    """Squared distances of all pairs: by products, and by differences where products would leave rounding.
 
     Args:
-        values: for a slice of the classes, (slice, classes) values; they are computed anew for the second moment, so
-            that all pairs never exist at once.
+        some: (some, width); vectors: (vectors, width).
+        rounding: distances up to this are 0.
+    """
+    lengths = some.square().sum(1)[:, None] + vectors.square().sum(1)
+    squares = lengths - 2 * some @ vectors.mT
+    near = (squares < NEAR * lengths).nonzero()
+    for pairs in near.split(max(1, BLOCK // some.shape[1])):
+        one, other = pairs.unbind(1)
+        squares[one, other] = (some[one] - vectors[other]).square().sum(1)
+    return squares * (squares > rounding**2)
+
+
+def _mean_over_pairs(values: Callable[[slice], torch.Tensor], classes: int) -> float | None:
+    """The mean of a value over all pairs of two classes; None where it is not defined.
+
+    Args:
+        values: for a slice of the classes, (slice, classes) values, so that all pairs never exist at once.
     """
     pairs = classes * (classes - 1) / 2
-    if not pairs:
-        return None, None
-    mean = sum(block.sum() for block in _pairs(values, classes)) / pairs
-    deviation = (sum((block - mean).square().sum() for block in _pairs(values, classes)) / pairs).sqrt()
-    return number(mean), number(deviation)
+    return number(sum(block.sum() for block in _pairs(values, classes)) / pairs) if pairs else None
+
+
+def _deviation_over_pairs(values: Callable[[slice], torch.Tensor], classes: int) -> float | None:
+    """The standard deviation of a value over all pairs; they are computed twice, so that nothing cancels."""
+    mean = _mean_over_pairs(values, classes)
+    if mean is None:
+        return None
+    variance = _mean_over_pairs(lambda some: (values(some) - mean).square(), classes)
+    return None if variance is None else math.sqrt(variance)
 
 
 def _pairs(values: Callable[[slice], torch.Tensor], classes: int) -> Iterator[torch.Tensor]:
