@@ -1,5 +1,6 @@
 """Files: written so that a kill or a full disk loses nothing that was there, and missing ones named."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -15,6 +16,15 @@ def write(path: Path, content: str | dict) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(content, encoding="utf-8")
     part.replace(path)
+
+
+def weights_hash(folder: Path) -> str | None:
+    """SHA-256 of the weights in a folder, by which what was measured knows them again; None if there are none."""
+    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest() if files else None
 
 
 def make_folder(path: Path) -> None:

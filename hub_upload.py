@@ -3,6 +3,7 @@
 `laplacian-heads upload RUN OWNER/NAME`, the same as `python hub_upload.py RUN OWNER/NAME`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import torch
 from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -23,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from laplacian_heads import laplacian, model_card
 from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
+from laplacian_heads.files import weights_hash
 
 ROOT = Path(laplacian.__file__).parent
 CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
@@ -127,25 +131,33 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
         OSError: a file cannot be read or written, or the Hub cannot be reached.
     """
     run = Path(recipe.model).expanduser()
+    _check_run(run)
     if not dry_run:
-        _check_token(recipe.repo)
+        with _understood(recipe.repo):
+            _check_token(recipe.repo)
     staging = run / "hub" if recipe.staging is None else Path(recipe.staging).expanduser()
     part, old = (staging.with_name(staging.name + end) for end in (".part", ".old"))
-    if staging.exists() and not (staging / "config.json").exists():
-        raise ValueError(f"staging is {staging}, which holds something else; allowed is a new folder or a staged one.")
+    if staging.exists() and not (staging / "config.json").exists() and (staging.is_file() or any(staging.iterdir())):
+        raise ValueError(
+            f"staging is {staging}, which holds something else; allowed is a new or empty folder, or a staged one."
+        )
     if old.exists() and not staging.exists():  # a call before this one ended between its two renames
         old.rename(staging)
     for folder in (part, old):
         shutil.rmtree(folder, ignore_errors=True)
 
     print(f"Staging {run} in {staging}")
-    with tempfile.TemporaryDirectory() as folder:
-        expected = Path(folder, "expected.safetensors")
-        tag = stage(run, part, recipe, expected)
-        print("Verifying it in a fresh process without this package")
-        for line in verify(part, expected):
-            print(f"  {line}")
-    files = hashes(part)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            expected = Path(folder, "expected.safetensors")
+            tag = stage(run, part, recipe, expected)
+            print("Verifying it in a fresh process without this package")
+            for line in verify(part, expected):
+                print(f"  {line}")
+        files = hashes(part)
+    except BaseException:  # as large as the model, and of no use
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     if staging.exists():
         staging.rename(old)
     part.rename(staging)
@@ -153,15 +165,54 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
     for name in files:
         print(f"  {(staging / name).stat().st_size:13,} bytes  {name}")
     if dry_run:
-        print(f"A dry run: nothing was uploaded to {recipe.repo}.")
+        print(f"A dry run: nothing was uploaded to {recipe.repo}, nor asked there. The tag would be {tag}.")
         return
 
     print(f"Uploading to {recipe.repo}")
-    try:
+    with _understood(recipe.repo):
         _upload(staging, files, tag, recipe)
+
+
+def _check_run(run: Path) -> None:
+    """Raise ValueError unless a folder has a model, and what was measured there was measured of it."""
+    if not run.is_dir():
+        raise ValueError(f"model is {run}, where there is no folder; allowed is the folder of a run.")
+    if not (run / "config.json").is_file():
+        if any(run.glob("checkpoint-*")):
+            raise ValueError(f"model is {run}, whose training is not finished: the command that began it goes on.")
+        raise ValueError(f"model is {run}, which has no config.json; allowed is the folder of a run.")
+    weights = weights_hash(run)
+    for name, verb in (("eval.json", "eval"), ("geometry.json", "geometry")):
+        content = _json(run / name)
+        if content.get("weights") not in (None, weights):
+            raise ValueError(f"{run / name} is of other weights than {run} has now; call {verb} again, or delete it.")
+
+
+def _json(path: Path) -> dict:
+    """A JSON object, {} where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged; move it away and make it again ({error}).") from error
+    return content if isinstance(content, dict) else {}
+
+
+@contextlib.contextmanager
+def _understood(repo: str) -> Iterator[None]:
+    """What the Hub or the way to it refuses, as a sentence."""
+    try:
+        yield
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code in (401, 403):
-            raise ValueError(f"The token may not write to {recipe.repo}.") from error
+            raise ValueError(f"The token may not write to {repo}.") from error
+        raise
+    except Exception as error:
+        # without a connection, one of the HTTP client that huggingface_hub happens to use
+        if type(error).__module__.partition(".")[0].startswith(("httpx", "httpcore", "requests")):
+            endpoint = huggingface_hub.constants.ENDPOINT
+            raise ValueError(f"The Hub at {endpoint} cannot be reached ({error}); the same call goes on.") from error
         raise
 
 
@@ -198,8 +249,6 @@ def stage(run: Path, folder: Path, recipe: UploadRecipe, expected: Path) -> str:
         ValueError: the run is no LaplaceGPT, its weights are not all there and finite, or its tokenizer is larger than
             its embedding.
     """
-    if not (run / "config.json").is_file():
-        raise ValueError(f"model is {run}, which has no config.json; allowed is the folder of a run.")
     config = AutoConfig.from_pretrained(run)
     if not isinstance(config, LaplaceGPTConfig):
         raise ValueError(f"{run} is a {config.model_type}, allowed is a LaplaceGPT; for others use push_to_hub.")
@@ -350,19 +399,25 @@ def _upload(staging: Path, files: dict[str, str], tag: str, recipe: UploadRecipe
     if hashes(staging) != files:
         raise ValueError(f"{staging} was changed after it was verified; call again.")
     api.create_repo(repo, private=recipe.private, exist_ok=True)
-    if recipe.revision is not None:
-        api.create_branch(repo, branch=recipe.revision, exist_ok=True)
-    head = api.model_info(repo, revision=recipe.revision).sha
+    try:
+        head = api.model_info(repo, revision=recipe.revision).sha
+    except RevisionNotFoundError:  # a new branch, which begins where main is
+        head = api.model_info(repo).sha
     there = _remote(api, repo, head)
     tagged = _remote(api, repo, tag) if not recipe.create_pr else {}
     if tagged and not _same(tagged, staging):
         raise ValueError(f"tag is {tag}, which {repo} has for other files; give another tag.")
-    if _same(there, staging):
+    same = _same(there, staging)
+    if not same and set(there) - {".gitattributes"} and not recipe.exist_ok:
+        raise ValueError(
+            f"{repo} exists and holds other files, or these as they were before; --exist_ok makes a new commit."
+        )
+    if recipe.revision is not None:
+        api.create_branch(repo, branch=recipe.revision, exist_ok=True)
+    if same:
         oid = head
         print(f"{repo} has these files already.")
     else:
-        if set(there) - {".gitattributes"} and not recipe.exist_ok:
-            raise ValueError(f"{repo} exists and holds other files; --exist_ok makes a new commit there.")
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=staging,

@@ -22,7 +22,7 @@ from laplacian_heads import recipes
 from laplacian_heads.eval import results, sandbox
 from laplacian_heads.eval.calculator import Calculator
 from laplacian_heads.eval.harness import WARPERS, LaplacianHeadsLM
-from laplacian_heads.files import check_model, make_folder
+from laplacian_heads.files import check_model, make_folder, weights_hash
 
 TASKS = Path(__file__).parent / "tasks"
 # What generation may be told: lm-eval's own settings, and transformers'.
@@ -148,7 +148,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool = False) -> None:
     print(", ".join([calculator, limit, *(f"{key} {value}" for key, value in recipe.gen_kwargs.items())]))
     for task, path in _save(found, samples, recipe).items():
         entries[task]["samples"] = str(path.relative_to(target.parent))
-    if aside := results.add(target, model.checkpoint, entries):
+    if aside := results.add(target, model.checkpoint, entries, weights_hash(Path(recipe.model).expanduser())):
         print(f"{target} held no scores of this checkpoint; what it held is in {aside}.")
 
 

@@ -27,7 +27,7 @@ from laplacian_heads.eval import geometry_plots, inputs, report
 from laplacian_heads.eval.inputs import Batch
 from laplacian_heads.eval.results import results_folder
 from laplacian_heads.eval.survey import METRICS, Points, Survey
-from laplacian_heads.files import check_model, make_folder, write
+from laplacian_heads.files import check_model, make_folder, weights_hash, write
 from laplacian_heads.laplacian import heads_by_layer
 
 POINTS = 2000  # of the scatter plot
@@ -189,6 +189,7 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
             survey.update_nearest(batch)
     found = {
         "model": name,
+        "weights": weights_hash(Path(name).expanduser()),
         "data": recipe.data,
         "sequences": survey.sequences,
         "tokens": survey.tokens,

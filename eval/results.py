@@ -71,13 +71,14 @@ def _score(figures: dict, key: str, value) -> dict | None:
     }
 
 
-def add(path: Path, checkpoint: str, new: dict[str, dict]) -> Path | None:
+def add(path: Path, checkpoint: str, new: dict[str, dict], weights: str | None = None) -> Path | None:
     """Write new entries into eval.json, beside those of the same checkpoint.
 
     Args:
         path: the file, which need not be there.
         checkpoint: whose scores the new ones are, as `LaplacianHeadsLM.checkpoint` says.
         new: what `entries` returned.
+        weights: `files.weights_hash` of the model's folder, if it has one.
 
     Returns:
         Where a file that held another checkpoint's scores, or was damaged, is now; None if there was none.
@@ -92,7 +93,7 @@ def add(path: Path, checkpoint: str, new: dict[str, dict]) -> Path | None:
         if owner != checkpoint:
             tasks, aside = {}, path.with_name(f"{path.stem}-{str(owner)[:8]}.json")
             shutil.copyfile(path, aside)
-    write(path, {"checkpoint": checkpoint, "tasks": {**tasks, **new}})
+    write(path, {"checkpoint": checkpoint, "weights": weights, "tasks": {**tasks, **new}})
     return aside
 
 

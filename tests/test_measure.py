@@ -18,6 +18,7 @@ from laplacian_heads.eval import inputs, measure, survey
 from laplacian_heads.eval.geometry import Groups, NearestMean, collapse
 from laplacian_heads.eval.measure import GeometryRecipe
 from laplacian_heads.eval.survey import Survey, look
+from laplacian_heads.files import weights_hash
 
 TEXT = "The quick brown fox jumps over the lazy dog. A head that subtracts smooths less than one that adds. "
 ALL = list(survey.METRICS)
@@ -271,6 +272,9 @@ def test_one_model_has_its_report_in_its_folder(folder, tmp_path):
     measure.geometry(recipe(folder, "gpt2"))
     assert {"geometry.json", "geometry"} <= {path.name for path in (folder / "gpt2").iterdir()}
     assert (folder / "gpt2/geometry/report.html").exists()
+    known = json.loads((folder / "gpt2/geometry.json").read_text())["weights"]
+    assert known == weights_hash(folder / "gpt2") != weights_hash(folder / "llama")
+    assert weights_hash(folder / "text") is None
     measure.geometry(recipe(folder, "gpt2", output=str(tmp_path / "out")))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["geometry", "geometry.json"]
     again = json.loads((tmp_path / "out/geometry.json").read_text())

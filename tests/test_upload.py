@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from laplacian_heads import hub_upload, model_card, recipes
 from laplacian_heads.eval import geometry_plots, report
+from laplacian_heads.files import weights_hash
 from laplacian_heads.hub_upload import UploadRecipe, hashes, stage, upload, verify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -315,6 +316,55 @@ def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path, tiny, tokenize
     run = make_run(tmp_path / "run", tiny(vocab_size=299), tokenizer)
     with pytest.raises(ValueError, match="has 300 entries, allowed are at most 299"):
         upload(recipe(run), dry_run=True)
+
+
+@pytest.mark.parametrize("name", ["eval.json", "geometry.json"])
+def test_what_was_measured_of_other_weights_is_refused(run, name):
+    content = json.loads((run / name).read_text())
+    for weights in (None, weights_hash(run)):
+        (run / name).write_text(json.dumps({**content, "weights": weights}))
+        hub_upload._check_run(run)
+    (run / name).write_text(json.dumps({**content, "weights": "0" * 64}))
+    with pytest.raises(ValueError, match=rf"{name} is of other weights than .* has now; call (eval|geometry) again"):
+        upload(recipe(run), dry_run=True)
+    (run / name).write_text("{")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        upload(recipe(run), dry_run=True)
+
+
+def test_a_run_that_is_not_there_or_not_finished(tmp_path):
+    with pytest.raises(ValueError, match="where there is no folder"):
+        upload(recipe(tmp_path / "none"), dry_run=True)
+    (tmp_path / "checkpoint-10").mkdir()
+    with pytest.raises(ValueError, match="whose training is not finished"):
+        upload(recipe(tmp_path), dry_run=True)
+
+
+def test_a_failure_leaves_no_half_of_a_model(run, monkeypatch, tmp_path):
+    """An empty folder may be staged in, and is what it was."""
+    (tmp_path / "empty").mkdir()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub_upload, "verify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        upload(recipe(run, staging=str(tmp_path / "empty")), dry_run=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("empty")] == ["empty"]
+    monkeypatch.setattr(hub_upload, "verify", lambda *_: [])
+    upload(recipe(run, staging=str(tmp_path / "empty")), dry_run=True)
+    assert (tmp_path / "empty/config.json").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_named(run, module_process, hub):
+    code = """
+    import sys
+    from laplacian_heads.__main__ import main
+    sys.stderr = sys.stdout
+    assert main(["upload", sys.argv[1], "tester/gone"]) == 1
+    """
+    nowhere = {**hub.env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "The Hub at http://127.0.0.1:9 cannot be reached" in module_process(code, run, can_import=True, env=nowhere)
 
 
 def test_other_models_and_folders_are_refused(tmp_path):
