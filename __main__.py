@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.traceback:
             raise
     except KeyboardInterrupt:
-        status, message = 130, "interrupted; the same command goes on from what is saved."
+        status, message = 130, "interrupted; what was saved is kept, and the same command goes on from it."
     # Out here the exception is gone, and with it the progress bar of the work it ended.
     print(f"laplacian-heads {options.verb}: {message}", file=sys.stderr)
     return status

@@ -305,20 +305,20 @@ class Similarity(Accumulator):
 class AttentionEntropy(Accumulator):
     """Mean entropy of the attention P of each head over its queries, in nats and as a share of the largest possible.
 
-    For a query that sees n keys the largest is log n; queries that see one key have no share.
+    For a query that sees n keys, those to which some head gives any weight, the largest is log n; queries that see one
+    key have no share.
     """
 
     def __init__(self):
         self.nats = self.shares = None  # (heads,), sums over queries
         self.queries = self.with_shares = 0
 
-    def update(self, attention: torch.Tensor, causal: bool, mask: torch.Tensor | None = None) -> None:
+    def update(self, attention: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Take in whole sequences.
 
         Args:
             attention: (sequences, heads, queries, keys), the softmax probabilities.
-            causal: whether a query sees no later key.
-            mask: (sequences, tokens), True for the tokens that are queries and keys; None is all.
+            mask: (sequences, queries), True for those that count; None is all.
 
         Raises:
             NotFiniteError: there is NaN or infinity in a row that counts.
@@ -327,11 +327,10 @@ class AttentionEntropy(Accumulator):
         sequences, _, queries, _ = attention.shape
         if mask is None:
             mask = torch.ones(sequences, queries, dtype=torch.bool, device=attention.device)
-        seen = mask.cumsum(1) if causal else mask.sum(1, keepdim=True).expand_as(mask)
         rows = attention.transpose(1, 2)[mask]  # (queries that count, heads, keys)
         entropy = -torch.xlogy(rows, rows).sum(-1)
         _check(rows)
-        seen = seen[mask]
+        seen = (rows > 0).any(1).sum(1)
         shares = entropy[seen > 1] / seen[seen > 1, None].double().log()
         self.nats = entropy.sum(0) if self.nats is None else self.nats + entropy.sum(0)
         self.shares = shares.sum(0) if self.shares is None else self.shares + shares.sum(0)

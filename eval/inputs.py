@@ -1,12 +1,14 @@
 """What a model's geometry is measured on: sequences of text, and images, in batches."""
 
 import dataclasses
+import io
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import datasets
 import numpy as np
+import PIL.Image
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -71,21 +73,37 @@ def text_batches(ids: torch.Tensor, batch_size: int, skip: int, min_count: int) 
         yield Batch({"input_ids": rows[:, :-1]}, token_labels=labels)
 
 
-def images(data: str, count: int) -> tuple[Iterable[dict], int, str, str | None, list[str]]:
+@dataclasses.dataclass
+class Images:
+    """Images of a source.
+
+    Args:
+        rows: dicts, of which the column `image` has the bytes or the path of a file.
+        count: how many there are at most.
+        image, label: the columns of images and of classes; label is None if there is none.
+        names: of the classes, by their number.
+    """
+
+    rows: Iterable[dict]
+    count: int
+    image: str
+    label: str | None
+    names: list[str]
+
+
+def images(data: str, count: int) -> Images:
     """`count` images of a source, drawn at random, always the same ones.
 
     Args:
         data: a folder with a folder of images for each class, a folder of `Dataset.save_to_disk`, or a dataset of the
             Hub as owner/name[@revision][:config[:split]].
 
-    Returns:
-        Rows, how many there are at most, the name of their column of images, that of their labels if there is one, and
-        the names of the classes.
-
     Raises:
         ValueError: there is no such source, or it has no images.
     """
     path = Path(data).expanduser()
+    if (path / "dataset_dict.json").exists():
+        path = path / "train"
     try:
         if path.is_dir() and (path / "state.json").exists():
             dataset = datasets.load_from_disk(str(path))
@@ -101,34 +119,57 @@ def images(data: str, count: int) -> tuple[Iterable[dict], int, str, str | None,
         raise ValueError(f"data: {data} cannot be read as images: {' '.join(str(error).split())}") from error
     features = dataset.features or {}
     pictures = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     if not pictures:
         raise ValueError(f"data: {data} has no images, its columns are {', '.join(features) or 'unknown'}.")
+    label, names = _classes(dataset, features)
+    dataset = dataset.cast_column(pictures[0], datasets.Image(decode=False))  # a damaged one would not be named
     if isinstance(dataset, datasets.Dataset):
         count = min(count, len(dataset))
         rows = dataset.shuffle(seed=0).select(range(count))
     else:
         rows = dataset.shuffle(seed=0, buffer_size=SHUFFLED).take(count)
-    return rows, count, pictures[0], labels[0] if labels else None, features[labels[0]].names if labels else []
+    return Images(rows, count, pictures[0], label, names)
 
 
-def image_batches(
-    rows: Iterable[dict], image: str, label: str | None, processor, channels: int, batch_size: int
-) -> Iterator[Batch]:
+def _classes(dataset, features: dict) -> tuple[str | None, list[str]]:
+    """The column of classes, and their names: one that has names, or numbers in a column that is named for them."""
+    for name, feature in features.items():
+        if isinstance(feature, datasets.ClassLabel):
+            return name, feature.names
+    for name in ("label", "labels"):
+        if name in features and "int" in str(features[name].dtype) and isinstance(dataset, datasets.Dataset):
+            return name, [str(number) for number in range(max(dataset[name], default=-1) + 1)]
+    return None, []
+
+
+def image_batches(found: Images, numbers: list[int], processor, channels: int, batch_size: int) -> Iterator[Batch]:
     """Batches of images as an image processor of transformers makes them.
 
     Args:
-        rows: with a PIL image in the column `image` and a class in the column `label`, if that is given.
+        numbers: by the number of a class in the data the number that it shall have.
         channels: 1 for grey images, 3 for coloured ones.
+
+    Raises:
+        ValueError: an image that cannot be read, or images without a class where there should be one.
     """
-    rows = iter(rows)
+    rows = iter(found.rows)
     while some := list(itertools.islice(rows, batch_size)):
-        pictures = [row[image].convert("L" if channels == 1 else "RGB") for row in some]
-        values = processor(pictures, return_tensors="pt")["pixel_values"]
-        labels = None if label is None else torch.tensor([-1 if row[label] is None else row[label] for row in some])
-        if labels is not None and labels.max() < 0:
-            raise ValueError(f"data: the column {label!r} has no labels, only {labels.max()}; give another split.")
+        values = processor([_picture(row[found.image], channels) for row in some], return_tensors="pt")["pixel_values"]
+        labels = None
+        if found.label is not None:
+            labels = [row[found.label] for row in some]
+            labels = torch.tensor([-1 if label is None or label < 0 else numbers[label] for label in labels])
+            if labels.max() < 0:
+                raise ValueError(f"data: the column {found.label!r} has no labels, only -1; give another split.")
         yield Batch({"pixel_values": values}, labels=labels, pixels=_pixels(values, processor))
+
+
+def _picture(file: dict, channels: int) -> PIL.Image.Image:
+    try:
+        picture = PIL.Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"])
+        return picture.convert("L" if channels == 1 else "RGB")
+    except OSError as error:
+        raise ValueError(f"data: the image {file['path'] or 'without a name'} cannot be read ({error}).") from error
 
 
 def _pixels(values: torch.Tensor, processor) -> np.ndarray:

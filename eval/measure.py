@@ -5,14 +5,17 @@ import functools
 import itertools
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
@@ -26,7 +29,7 @@ from laplacian_heads import sources
 from laplacian_heads.eval import geometry_plots, inputs, report
 from laplacian_heads.eval.inputs import Batch
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.eval.survey import METRICS, Points, Survey
+from laplacian_heads.eval.survey import METRICS, Points, Survey, classifier
 from laplacian_heads.files import check_model, make_folder, weights_hash, write
 from laplacian_heads.laplacian import heads_by_layer
 
@@ -47,15 +50,15 @@ class GeometryRecipe:
     min_count: int
     sequences: int | None
     batch_size: int
-    metrics: list
-    layers: list
+    metrics: list | str
+    layers: list | int
     output: str | None
     trust_remote_code: bool
 
     def __post_init__(self):
         if not self.models or not all(isinstance(model, str) and model for model in self.models):
             raise ValueError(f"models is {self.models}, allowed is a list of model folders and ids of the Hub.")
-        if len(set(self.models)) < len(self.models):
+        if len({Path(model).expanduser().absolute() for model in self.models}) < len(self.models):
             raise ValueError(f"models is {self.models}, allowed is each model once.")
         for name in ("data", "output"):
             if getattr(self, name) in ("", []):
@@ -69,6 +72,8 @@ class GeometryRecipe:
             raise ValueError(f"sequences is {self.sequences}, allowed is at least 1, or null.")
         if self.skip >= self.tokens:
             raise ValueError(f"skip is {self.skip}, allowed is less than tokens, {self.tokens}.")
+        self.metrics = [self.metrics] if isinstance(self.metrics, str) else self.metrics
+        self.layers = self.layers if isinstance(self.layers, list) else [self.layers]
         for metric in self.metrics:
             if metric not in METRICS:
                 raise ValueError(f"metrics has {metric!r}, allowed are {', '.join(METRICS)}.")
@@ -103,16 +108,18 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
     if dry_run:
         return
 
+    for folder in {pages, *targets.values()} if state.is_main_process else ():
+        _check_writable(folder)
     measured, points = {}, {}
     for name, folder in folders.items():
         measured[name], points[name] = _measured(folder, configs[name], recipe)
         if state.is_main_process:
-            make_folder(targets[name])
             write(targets[name] / "geometry.json", measured[name])
             print(f"\n{name}: {measured[name]['sequences']} sequences, {measured[name]['tokens']:,} tokens\n")
             print(report.tables({name: measured[name]}))
+            if "collapse" in recipe.metrics and not any("collapse" in layer for layer in measured[name]["layers"]):
+                print("No collapse was measured: no token or image of the data has a class.")
     if state.is_main_process:
-        make_folder(pages)
         logs = {name: _log(folder) for name, folder in folders.items()}
         report.write(measured, geometry_plots.all_of(measured, pages, points, logs), pages)
         print(f"\n{pages / 'report.html'}")
@@ -123,7 +130,11 @@ def _newest(name: str) -> str:
     check_model(name)
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
-        checkpoints = {int(match[1]): path for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
+        checkpoints = {
+            int(match[1]): path
+            for path in folder.iterdir()
+            if (match := CHECKPOINT.fullmatch(path.name)) and any(path.glob("*.safetensors"))
+        }
         if not checkpoints:
             raise ValueError(f"There is no model in {name}, nor a checkpoint of a run.")
         return str(checkpoints[max(checkpoints)])
@@ -134,6 +145,8 @@ def _config(name: str, recipe: GeometryRecipe):
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:  # of which not all name the model
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{name} comes with code of its own: --trust_remote_code lets it run.") from None
         raise ValueError(f"{name} cannot be read, neither as a folder nor from the Hub: {error}") from error
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and recipe.tokens > context:
@@ -146,9 +159,22 @@ def _size(config) -> str:
     return config.model_type if None in (layers, width) else f"{layers} layers of width {width}"
 
 
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be made in a folder, before there is work to lose."""
+    make_folder(folder)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"output: {folder} cannot be written to ({error.strerror}).") from error
+
+
 def _log(folder: str) -> list[dict]:
-    path = Path(folder).expanduser() / "trainer_state.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("log_history", []) if path.exists() else []
+    """What Trainer logged, [] where nothing did or the file is damaged: no plot of it is worth the measurement."""
+    try:
+        state = json.loads((Path(folder).expanduser() / "trainer_state.json").read_text(encoding="utf-8"))
+        return [entry for entry in state["log_history"] if "step" in entry]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def load(name: str, config, recipe: GeometryRecipe) -> PreTrainedModel:
@@ -163,7 +189,16 @@ def load(name: str, config, recipe: GeometryRecipe) -> PreTrainedModel:
         kind = AutoModel
     # Attention is recorded by the one implementation that makes P.
     eager = {"attn_implementation": "eager"} if "attention_entropy" in recipe.metrics else {}
-    model = kind.from_pretrained(name, trust_remote_code=recipe.trust_remote_code, **eager)
+    asked = {"trust_remote_code": recipe.trust_remote_code, "output_loading_info": True, **eager}
+    try:
+        model, loading = kind.from_pretrained(name, **asked)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+    for weight in sorted({*loading["missing_keys"], *loading["mismatched_keys"]}):
+        if "pooler" not in weight:  # on which no hidden state depends, and which many are saved without
+            raise ValueError(f"The weight {weight} of {name} is missing or of another shape.")
+    if getattr(config, "mask_ratio", None):
+        raise ValueError(f"{name} is a {config.model_type}, which leaves out patches at random.")
     return model.to(PartialState().device).eval()
 
 
@@ -171,7 +206,8 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
     """What geometry.json says of a model, and the points to plot."""
     model = load(name, config, recipe)
     state = PartialState()
-    batches, count, names = (_images if model.main_input_name == "pixel_values" else _text)(name, model, recipe)
+    read = _images if model.main_input_name == "pixel_values" else _text
+    batches, count, names, classifies = read(name, model, recipe)
 
     def mine(what: str) -> Iterator[Batch]:
         """The batches of this process."""
@@ -180,7 +216,7 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
         return tqdm(some, f"{Path(name).name}, {what}", total, unit="batch", disable=not state.is_main_process)
 
     points = max(1, POINTS // count)
-    survey = Survey(model, recipe.metrics, recipe.layers, recipe.skip, points, labels=len(names))
+    survey = Survey(model, recipe.metrics, recipe.layers, recipe.skip, points, classifies)
     for batch in mine("geometry"):
         survey.update(batch)
     survey.gather()
@@ -193,25 +229,36 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
         "data": recipe.data,
         "sequences": survey.sequences,
         "tokens": survey.tokens,
-        "classes_are": "labels" if survey.images and names else None if survey.images else "next tokens",
+        "classes_are": ("labels" if survey.images else "next tokens") if names else None,
         "laplacian_heads": _heads(config),
         "layers": survey.layers(),
     }
     return found, survey.points(names) if "pca" in recipe.metrics else None
 
 
-def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str]]:
-    """Batches of a language model, how many sequences they have, and the names of the classes."""
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str], bool]:
+    """Batches of a language model, how many sequences they have, and the names of the classes; as `_images`."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"There is no tokenizer in {name} ({' '.join(str(error).split())[:200]}).") from error
     documents = itertools.islice(sources.documents(recipe.data), recipe.documents)
     ids = inputs.sequences(tokenizer, documents, recipe.tokens, recipe.sequences or SEQUENCES)
-    names = {token: repr(tokenizer.decode([token])) for token in ids.unique().tolist()}
-    batches = functools.partial(inputs.text_batches, ids, recipe.batch_size, recipe.skip, recipe.min_count)
-    return batches, len(ids), names
+    rows = model.get_input_embeddings().num_embeddings
+    if ids.max() >= rows:
+        raise ValueError(f"The tokenizer in {name} gives the token {ids.max()}, the model has {rows}.")
+    # What is trained to see both sides predicts no next token.
+    masked = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and model.get_output_embeddings() is None
+    names = {} if masked else {token: repr(tokenizer.decode([token])) for token in ids.unique().tolist()}
+    least = ids.numel() + 1 if masked else recipe.min_count
+    return functools.partial(inputs.text_batches, ids, recipe.batch_size, recipe.skip, least), len(ids), names, True
 
 
-def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str]]:
-    """Batches of a model of images, how many images they have, and the names of the classes."""
+def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str], bool]:
+    """Batches of a model of images, how many there are, names of the classes, and whether its classifier has those.
+
+    Classes of the data that the model knows by name have the model's numbers.
+    """
     if not isinstance(recipe.data, str) or recipe.data in sources.BUILT_IN:
         raise ValueError(
             f"data is {recipe.data!r}, allowed for {name}, which reads images, is a folder with a folder for each "
@@ -221,10 +268,17 @@ def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no image processor in {name} ({' '.join(str(error).split())[:200]}).") from error
-    rows, count, image, label, names = inputs.images(recipe.data, recipe.sequences or IMAGES)
+    found = inputs.images(recipe.data, recipe.sequences or IMAGES)
+    known = {label: number for number, label in (model.config.id2label or {}).items()}
+    # Names that a config makes up, LABEL_0 and so on, say nothing.
+    unnamed = all(str(label).startswith("LABEL_") for label in known) and len(known) == len(found.names)
+    by_name = set(found.names) <= known.keys()
+    if found.names and not by_name and not unnamed and classifier(model) is not None:
+        print(f"{name} classifies other classes than {recipe.data} has: nothing is compared with its classifier.")
+    numbers = [known[label] if by_name else number for number, label in enumerate(found.names)]
     channels = getattr(model.config, "num_channels", 3)
-    batches = functools.partial(inputs.image_batches, rows, image, label, processor, channels, recipe.batch_size)
-    return batches, count, dict(enumerate(names))
+    batches = functools.partial(inputs.image_batches, found, numbers, processor, channels, recipe.batch_size)
+    return batches, found.count, dict(zip(numbers, found.names, strict=True)), by_name or unnamed
 
 
 def _heads(config) -> list[list[int]] | None:

@@ -219,11 +219,15 @@ def save(figure: Figure, axes: Axes, path: Path, **looks) -> None:
 def write(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, and as SVG beside it, each as a whole or not at all; the same figure is the same bytes."""
     parts = {}
-    with rc_context({"svg.hashsalt": "laplacian-heads"}):
-        for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-            target = path.with_suffix(f".{kind}")
-            part = target.with_name(target.name + ".part")
-            figure.savefig(part, format=kind, metadata=metadata)
-            parts[part] = target
-    for part, target in parts.items():
-        part.replace(target)
+    try:
+        with rc_context({"svg.hashsalt": "laplacian-heads"}):
+            for kind, metadata in (("png", {}), ("svg", {"Date": None})):
+                target = path.with_suffix(f".{kind}")
+                part = target.with_name(target.name + ".part")
+                parts[part] = target
+                figure.savefig(part, format=kind, metadata=metadata)
+        for part, target in parts.items():
+            part.replace(target)
+    finally:
+        for part in parts:  # of a disk that is full
+            part.unlink(missing_ok=True)

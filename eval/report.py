@@ -60,10 +60,11 @@ MEANINGS = {
     "variance": (
         "Variance",
         "Tokens x vary by E‖x − mean of all‖². Within sequences: E‖x − mean of its sequence‖², as a share of that; the "
-        "rest lies between sequences. It is what Laplacian heads lower (arXiv 2602.09297).",
-        "Within classes: E‖x − mean of its class‖², where a token's class is the token that follows. Where sequences "
-        "have labels, the variance has three parts: within sequences, of sequences' means within their class, and "
-        "between classes. The signal-to-noise ratio is the part between classes divided by all others.",
+        "rest lies between sequences.",
+        "Within classes: E‖x − mean of its class‖², where a token's class is the token that follows; the shares within "
+        "and between classes are of the variance of the tokens that have a class. Where sequences have labels, the "
+        "variance of all tokens has three parts: within sequences, of sequences' means within their class, and between "
+        "classes. The signal-to-noise ratio is the part between classes divided by all others.",
     ),
     "spectrum": (
         "Spectrum",
@@ -84,10 +85,12 @@ MEANINGS = {
         "Collapse",
         "How far vectors have collapsed to the means of their classes. m are the means less their mean, C the number "
         "of classes, W the classifier's rows. NC1 to NC4 are those of Papyan, Han & Donoho (2020), and lower is more "
-        "collapsed, as it is of CDNV and UNC3's variance.",
+        "collapsed, as it is of CDNV and the deviations of GNC2 and UNC3; of separability and UNC3's mean it is "
+        "higher. – is what is not defined, as of two classes whose means coincide.",
         "NC1: tr(Σ_W Σ_B⁺) / C; by cosines: 1 − E cos(x − mean of the means, m of its class). NC2: standard deviation "
         "of ‖m‖ divided by their mean; standard deviation of the cosines between two m; mean of |cosine + 1/(C − 1)|. "
-        "NC3: ‖W/‖W‖ − M/‖M‖‖. NC4: share of vectors whose nearest class mean is not the class decided for.",
+        "NC3: ‖W/‖W‖ − M/‖M‖‖. NC4: share of vectors whose nearest class mean is not the class the network decides "
+        "for, of those measured.",
         "CDNV: mean over pairs of classes of (v_a + v_b) / (2 ‖m_a − m_b‖²), v being the variance within a class "
         "(Galanti, György & Hutter, 2022). Separability: mean squared distance between classes divided by the mean "
         "variance within one. GNC2: log(1 / ‖m_a/‖m_a‖ − m_b/‖m_b‖‖) over pairs; UNC3: cos(w, m) over classes (Wu & "

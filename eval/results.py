@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import math
 import numbers
+import re
 import shutil
 from pathlib import Path
 
@@ -157,5 +158,4 @@ def results_folder(model: str, output: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return Path("runs", "eval", model.replace("/", "--"))
-    checkpoint = folder.name.startswith("checkpoint-") and (folder / "trainer_state.json").exists()
-    return folder.parent / "geometry" / folder.name if checkpoint else folder
+    return folder.parent / "geometry" / folder.name if re.fullmatch(r"checkpoint-\d+", folder.name) else folder

@@ -89,6 +89,9 @@ def look(model: PreTrainedModel, batch: Batch, attention: bool = False) -> Seen:
     try:
         # Of a language model the base alone: nobody needs the logits.
         (model if images else model.base_model)(**values, **asked)
+    except Exception as error:  # whatever a model of anybody says to inputs that it does not take
+        what = " ".join(str(error).split())
+        raise ValueError(f"{type(model).__name__} does not take the data ({type(error).__name__}: {what}).") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -116,7 +119,7 @@ class Survey:
         layers: where "spectra", "collapse" and "nearest_mean" are measured; negative ones count from the last.
         skip: so many of the first tokens are not measured.
         points_per_sequence: tokens that the scatter of "pca" shows of each sequence.
-        labels: number of classes that the data have; a classifier with another number is none of theirs.
+        classifies: whether a classifier of images has the classes of the data.
     """
 
     def __init__(
@@ -126,15 +129,12 @@ class Survey:
         layers: list[int],
         skip: int = 0,
         points_per_sequence: int = 1,
-        labels: int | None = None,
+        classifies: bool = True,
     ):
         self.model, self.metrics, self.chosen, self.skip = model, metrics, layers, skip
         self.points_per_sequence = points_per_sequence
         self.images = model.main_input_name == "pixel_values"
-        head = classifier(model)
-        if head is not None and self.images and head.out_features != labels:
-            head = None
-        self.head = head
+        self.head = classifier(model) if classifies else None
         self.sums: list[dict[str, Accumulator]] = []
         self.nearest: list[dict[str, NearestMean]] = []
         self.sequences = self.tokens = 0
@@ -148,6 +148,10 @@ class Survey:
         """
         seen = look(self.model, batch, "attention_entropy" in self.metrics)
         hidden = [each[:, self.skip :] for each in seen.hidden]
+        if not hidden[-1].shape[1]:
+            raise ValueError(
+                f"skip is {self.skip}, allowed is less than the {seen.hidden[-1].shape[1]} tokens there are."
+            )
         self.sums = self.sums or [{} for _ in hidden]
         for layer, each in enumerate(hidden):
             try:
@@ -170,8 +174,7 @@ class Survey:
         if "similarity" in self.metrics:
             sums.setdefault("similarity", Similarity()).update(hidden)
         if layer > 0 and seen.attention:
-            causal = batch.token_labels is not None
-            sums.setdefault("attention_entropy", AttentionEntropy()).update(seen.attention[layer - 1], causal)
+            sums.setdefault("attention_entropy", AttentionEntropy()).update(seen.attention[layer - 1])
         last, chosen = layer == len(self.sums) - 1, layer in self._chosen()
         if ("spectra" in self.metrics and chosen) or ("pca" in self.metrics and last):
             sums.setdefault("spectra", Spectrum()).update(hidden)
@@ -212,11 +215,13 @@ class Survey:
         else:
             classes = torch.full((len(hidden) * len(places),), -1)
         self.sample.append((hidden[:, places].flatten(0, 1).double().cpu(), classes))
-        if batch.pixels is None or len(self.pictures) >= PICTURES or self.skip:
+        config = self.model.config
+        patch = getattr(config, "patch_size", None)
+        if batch.pixels is None or len(self.pictures) >= PICTURES or not isinstance(patch, int):
             return
-        patch = getattr(self.model.config, "patch_size", None)
-        rows, columns = (side // (patch or side) for side in batch.pixels.shape[1:3])
-        if rows * columns > 1 and rows * columns <= hidden.shape[1]:
+        rows, columns = (side // patch for side in batch.pixels.shape[1:3])
+        before = hidden.shape[1] + self.skip - rows * columns  # class token, registers, DeiT's token of distillation
+        if rows * columns > 1 and self.skip <= before <= 2 + (getattr(config, "num_register_tokens", 0) or 0):
             for pixels, tokens in zip(batch.pixels, hidden[:, -rows * columns :].double().cpu(), strict=True):
                 if len(self.pictures) < PICTURES:
                     self.pictures.append((pixels, tokens.view(rows, columns, -1)))
@@ -232,7 +237,10 @@ class Survey:
         seen = look(self.model, batch)
         if not self.nearest:
             kinds = [{kind: sums[kind] for kind in KINDS if kind in sums} for sums in self.sums]
-            self.nearest = [{kind: NearestMean(groups) for kind, groups in sums.items()} for sums in kinds]
+            self.nearest = [
+                {kind: NearestMean(groups) for kind, groups in sums.items() if groups.labels is not None}
+                for sums in kinds
+            ]
         for layer, nearest in enumerate(self.nearest):
             if not nearest:
                 continue

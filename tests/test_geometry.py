@@ -204,7 +204,7 @@ def test_attention_entropy_is_the_direct_formula(causal, padding):
     attention = scores.masked_fill(~seen, -math.inf).softmax(-1)  # NaN where a query sees nothing
     measured = AttentionEntropy()
     for at in range(0, sequences, 2):
-        measured.update(attention[at : at + 2], causal, None if mask is None else mask[at : at + 2])
+        measured.update(attention[at : at + 2], None if mask is None else mask[at : at + 2])
     nats, shares = [[] for _ in range(heads)], [[] for _ in range(heads)]
     for row in range(sequences):
         for query in range(tokens):
@@ -225,7 +225,9 @@ def test_attention_entropy_is_the_direct_formula(causal, padding):
 def test_attention_that_is_uniform_has_all_the_entropy():
     measured = AttentionEntropy()
     uniform = torch.ones(2, 3, 5, 5).tril()
-    measured.update(uniform / uniform.sum(-1, keepdim=True), causal=True)
+    measured.update(uniform / uniform.sum(-1, keepdim=True))
+    window = uniform.triu(-2)  # a query sees three keys at most
+    measured.update(window / window.sum(-1, keepdim=True))
     assert measured.result()["share_of_most"] == pytest.approx([1, 1, 1], rel=1e-7)
 
 
@@ -388,7 +390,7 @@ def test_what_is_not_finite_is_refused_by_name(value, dtype):
         lambda: Spectrum().update(hidden),
         lambda: Similarity().update(hidden),
         lambda: Groups().update(hidden[1], torch.arange(4)),
-        lambda: AttentionEntropy().update(attention, causal=False),
+        lambda: AttentionEntropy().update(attention),
     ):
         with pytest.raises(NotFiniteError, match="NaN or infinity"):
             update()
@@ -416,7 +418,7 @@ def test_two_processes_merged_are_one(split):
             made[1].update(hidden[rows], mask[rows])
             made[2].update(hidden[rows], mask[rows])
             made[3].update(tokens[kept], labels[rows].repeat_interleave(6)[kept])
-            made[4].update(attention[rows], True, mask[rows])
+            made[4].update(attention[rows], mask[rows])
         return made
 
     one, (first, second) = fed(slice(0, 8)), (fed(slice(0, split)), fed(slice(split, 8)))

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 from peft import LoraConfig, get_peft_model
 from reference import redraw
@@ -27,7 +28,7 @@ from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
 from laplacian_heads.__main__ import main
 from laplacian_heads.train import geometry, stage
 from laplacian_heads.train.callbacks import BriefProgressCallback
-from laplacian_heads.train.geometry import METRICS, GeometryCallback
+from laplacian_heads.train.geometry import METRICS, GeometryCallback, gradient_norms
 
 LAYERS, CLIP, RATE = 4, 0.05, 0.1
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
@@ -329,6 +330,8 @@ def test_states_that_are_no_numbers_are_said_once_and_end_nothing(tmp_path, monk
         ({"steps": 1.5}, "steps is 1.5, allowed is an integer of at least 1."),
         ({"rows": []}, "rows is empty, allowed is at least one row."),
         ({"metrics": ["rank"]}, "metrics has 'rank', allowed are within_sequence_share, token_similarity, "),
+        ({"metrics": []}, "metrics is [], allowed is a list of within_sequence_share, "),
+        ({"metrics": "gradient_norm"}, "metrics is 'gradient_norm', allowed is a list of "),
     ],
 )
 def test_wrong_values_are_refused(tmp_path, arguments, sentence):
@@ -347,6 +350,19 @@ def test_models_it_cannot_measure_are_refused(tmp_path):
     trainer.model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="model is a Linear, allowed is a model of transformers"):
         GeometryCallback(trainer, some_rows(2, 1))
+    t5 = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    trainer.model = transformers.T5ForConditionalGeneration(transformers.T5Config(**t5))
+    with pytest.raises(ValueError, match="allowed is one without both encoder and decoder"):
+        GeometryCallback(trainer, some_rows(2, 1))
+
+
+def test_parts_of_a_model_without_embeddings_are_its_blocks():
+    """transformers raises for the embedding of some models of images."""
+    config = transformers.ConvNextConfig(hidden_sizes=[8] * 4, depths=[1] * 4)
+    config.num_hidden_layers = 4
+    model = transformers.ConvNextForImageClassification(config)
+    model(torch.randn(2, 3, 32, 32)).logits.sum().backward()
+    assert list(gradient_norms(model)) == ["layer_01", "layer_02", "layer_03", "layer_04", "rest"]
 
 
 def test_terminal_shows_a_range_of_what_each_layer_has(tmp_path, capsys):

@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import ROOT
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from test_processes import launched
 
 from laplacian_heads import laplacianize, recipes
@@ -352,7 +354,9 @@ def test_hidden_states_that_are_not_finite_are_named(folder, tokenizer, tmp_path
         ({"documents": 0}, "documents is 0"),
         ({"data": ""}, "data is ''"),
         ({"models": []}, r"models is \[\]"),
-        ({"models": ["a", "a"]}, "allowed is each model once"),
+        ({"models": ["a", "./a/"]}, "allowed is each model once"),
+        ({"metrics": "entropy"}, "metrics has 'entropy'"),
+        ({"layers": 7}, "layers has 7, allowed are -3 to 2"),
         ({"models": ["/no/such/folder"]}, "There is no folder /no/such/folder"),
     ],
 )
@@ -382,10 +386,131 @@ def test_wrong_data_for_images(folder, tmp_path):
     refused("no image processor", models=[str(tmp_path / "bare")], data=str(folder / "pictures"))
 
 
-def test_classifier_of_other_classes_is_none_of_theirs(folder):
-    model = vit(labels=7)
-    assert Survey(model, ALL, [-1], labels=3).head is None
-    assert Survey(model, ALL, [-1], labels=7).head is model.classifier
+def of_verb(folder, name, **values):
+    asked = recipe(folder, name, **values)
+    model = asked.models[0]
+    return measure._measured(model, measure._config(model, asked), asked)
+
+
+def test_classes_are_those_of_the_classifier_by_name(folder, tmp_path, capsys):
+    """The same network with its classes in another order, one that knows more of them, and one that knows others."""
+    whole, _ = of_verb(folder, "vit", data=str(folder / "pictures"), metrics=ALL)
+    for case, names in {"turned": ["red", "blue", "green"], "more": ["grey", "red", "blue", "green"]}.items():
+        model = vit(labels=len(names))
+        model.load_state_dict({k: v for k, v in vit().state_dict().items() if "classifier" not in k}, strict=False)
+        order = [sorted(COLOURS).index(name) for name in names if name in COLOURS]
+        skip = len(names) - len(order)
+        model.classifier.weight.data[skip:] = vit().classifier.weight.data[order]
+        model.classifier.bias.data[skip:] = vit().classifier.bias.data[order]
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
+        model.save_pretrained(tmp_path / case)
+        shutil.copyfile(folder / "vit/preprocessor_config.json", tmp_path / case / "preprocessor_config.json")
+        found, points = of_verb(tmp_path, case, data=str(folder / "pictures"), metrics=ALL)
+        assert set(points.classes) == set(COLOURS)
+        for kind, figures in whole["layers"][-1]["collapse"].items():
+            assert found["layers"][-1]["collapse"][kind] == pytest.approx(figures, rel=1e-6, abs=1e-9)
+    assert "nothing is compared" not in capsys.readouterr().out
+
+    strange = vit(labels=7)
+    strange.save_pretrained(tmp_path / "strange")
+    shutil.copyfile(folder / "vit/preprocessor_config.json", tmp_path / "strange/preprocessor_config.json")
+    found, _ = of_verb(tmp_path, "strange", data=str(folder / "pictures"), metrics=ALL)
+    assert "classifies other classes than" in capsys.readouterr().out
+    assert not found["layers"][-1]["collapse"]["classifier_input"].keys() & {"nc3", "nc4", "unc3_mean"}
+
+
+def test_entropy_knows_what_a_query_sees(folder, tokenizer, tmp_path):
+    """Both sides, and a window: the largest possible entropy is that of the keys that are seen."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "max_position_embeddings": 64, **SMALL}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**shape))
+    windowed = {"sliding_window": 4, "head_dim": 8, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**shape, **windowed))
+    for name, model in (("bert", bert), ("mistral", mistral)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        metrics = ["variance", "collapse", "attention_entropy"]
+        found, _ = of_verb(tmp_path, name, data=str(folder / "text"), metrics=metrics)
+        for layer in found["layers"][1:]:
+            # Of random weights attention is nearly uniform.
+            assert layer["attention_entropy"]["share_of_most"] == pytest.approx([1] * 4, abs=0.01)
+        assert ("collapse" in found["layers"][-1], found["classes_are"]) == (
+            (False, None) if name == "bert" else (True, "next tokens")
+        )
+
+
+def test_what_a_model_cannot_read_is_said(folder, tokenizer, tmp_path):
+    def refused(said, model, **values):
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match=said):
+            measure.geometry(recipe(folder, models=[str(tmp_path / "model")], **values))
+        shutil.rmtree(tmp_path / "model")
+
+    t5 = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    refused("does not take the data", transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)))
+    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20, **SMALL))
+    refused(r"The tokenizer in .*model gives the token \d+, the model has 20", small)
+    image = vit()
+    image.save_pretrained(tmp_path / "vit")
+    shutil.copyfile(folder / "vit/preprocessor_config.json", tmp_path / "vit/preprocessor_config.json")
+    pictures = {"models": [str(tmp_path / "vit")], "data": str(folder / "pictures")}
+    with pytest.raises(ValueError, match="skip is 17, allowed is less than the 17 tokens"):
+        measure.geometry(recipe(folder, **pictures, skip=17))
+    shutil.copytree(folder / "pictures", tmp_path / "cut")
+    cut = next((tmp_path / "cut/red").iterdir())
+    cut.write_bytes(cut.read_bytes()[:600])
+    with pytest.raises(ValueError, match=rf"the image .*{cut.name} cannot be read"):
+        measure.geometry(recipe(folder, **{**pictures, "data": str(tmp_path / "cut")}))
+
+
+@pytest.mark.parametrize("damage", ["a tensor", "half of the file"])
+def test_weights_that_are_not_there_are_named(folder, tmp_path, damage):
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    path = tmp_path / "llama/model.safetensors"
+    if damage == "a tensor":
+        weights = load_file(path)
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, path, {"format": "pt"})
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    said = "model.layers.1.mlp.up_proj.weight of .* is missing" if damage == "a tensor" else "llama cannot be read"
+    with pytest.raises(ValueError, match=said):
+        measure.geometry(recipe(folder, models=[str(tmp_path / "llama")]))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"log_history": null}', '{"log_history": [3]}'])
+def test_a_damaged_log_costs_its_plot_alone(folder, tmp_path, content):
+    shutil.copytree(folder / "llama", tmp_path / "run")
+    (tmp_path / "run/trainer_state.json").write_text(content)
+    measure.geometry(recipe(folder, models=[str(tmp_path / "run")], metrics=["variance"]))
+    assert (tmp_path / "run/geometry/report.html").exists()
+
+
+def test_output_is_tried_before_anything_is_measured(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_measured", None)
+    (tmp_path / "file").write_text("precious")
+    for output in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(ValueError, match="output: .*cannot be made"):
+            measure.geometry(recipe(folder, "llama", output=str(output)))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["named", "numbered"])
+def test_saved_datasets_are_read(folder, tmp_path, kind):
+    rows = [
+        {"picture": str(path), "label": number}
+        for number, colour in enumerate(COLOURS)
+        for path in (folder / "pictures" / colour).iterdir()
+    ]
+    label = datasets.ClassLabel(names=list(COLOURS)) if kind == "named" else datasets.Value("int64")
+    features = datasets.Features({"picture": datasets.Image(), "label": label})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    found, points = of_verb(folder, "vit", data=str(tmp_path / "saved"))
+    assert found["classes_are"] == "labels"
+    assert set(points.classes) == (set(COLOURS) if kind == "named" else {"0", "1", "2"})
+    assert ("nc3" in found["layers"][-1]["collapse"]["classifier_input"]) == (kind == "named")
 
 
 def test_pictures_without_labels_have_no_classes(folder, tmp_path):

@@ -1,5 +1,6 @@
 """How tokens lie in each layer of a model and how large the gradient of each is, while Trainer trains it."""
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -70,12 +71,14 @@ class GeometryCallback(TrainerCallback):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is {steps!r}, allowed is an integer of at least 1.")
         self.metrics = tuple(metrics)
+        if isinstance(metrics, str) or not self.metrics:
+            raise ValueError(f"metrics is {metrics!r}, allowed is a list of {', '.join(METRICS)}.")
         for metric in self.metrics:
             if metric not in METRICS:
                 raise ValueError(f"metrics has {metric!r}, allowed are {', '.join(METRICS)}.")
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
             raise ValueError("trainer uses DeepSpeed or FSDP1, allowed are one process, DDP and FSDP2.")
-        blocks(trainer.model)
+        parts(trainer.model)
         rows, size = iter(rows), trainer.args.per_device_train_batch_size
         with torch.random.fork_rng(devices=[]):  # a collator may draw what it masks
             self.batches = []
@@ -217,6 +220,22 @@ def blocks(model: nn.Module) -> nn.ModuleList:
     raise ValueError(f"{type(inner).__name__} has no list of {count} blocks, its config's num_hidden_layers.")
 
 
+def parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Blocks of a model as "layer_01" and so on, its "embedding" and "head" if it has them, and "rest", which is all.
+
+    Raises:
+        ValueError: its blocks cannot be found, or it is an encoder and a decoder.
+    """
+    inner = of_transformers(model)
+    if inner.config.is_encoder_decoder:
+        raise ValueError(f"model is a {type(inner).__name__}, allowed is one without both encoder and decoder.")
+    found = {f"layer_{number:02}": block for number, block in enumerate(blocks(model), 1)}
+    for name, get in (("embedding", inner.get_input_embeddings), ("head", inner.get_output_embeddings)):
+        with contextlib.suppress(NotImplementedError):  # what transformers raises for some models of images
+            found[name] = get()
+    return {name: part for name, part in {**found, "rest": model}.items() if part is not None}
+
+
 @torch.no_grad()
 def gradient_norms(model: nn.Module) -> dict[str, float]:
     """Norms of a model's gradient, by part; under FSDP2 of the whole parameters, and all processes must call it.
@@ -225,13 +244,10 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
         "layer_01" and so on for the blocks, "embedding", "head", and "rest" for all else. A parameter counts in the
         first part that has it; a part without gradients is left out.
     """
-    inner = of_transformers(model)
-    parts = {f"layer_{number:02}": block for number, block in enumerate(blocks(model), 1)}
-    parts |= {"embedding": inner.get_input_embeddings(), "head": inner.get_output_embeddings(), "rest": model}
     seen, norms = set(), {}
-    for name, part in parts.items():
+    for name, part in parts(model).items():
         own = []
-        for parameter in [] if part is None else part.parameters():
+        for parameter in part.parameters():
             if parameter.grad is not None and parameter not in seen:
                 seen.add(parameter)
                 norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
