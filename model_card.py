@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from laplacian_heads.configuration import LaplaceGPTConfig
-from laplacian_heads.eval import compare, plots, report, results
+from laplacian_heads.eval import compare, geometry_report, plots, results
 from laplacian_heads.laplacian import heads_by_layer
 
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@[\w./-]+)?(:[^:]*){0,2}", re.ASCII)
@@ -211,7 +211,7 @@ def _geometry(folder: Path) -> list[str]:
     else:
         path = folder / "geometry.json"
         measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        text = report.markdown({"this model": measured}, []) if measured.get("layers") else ""
+        text = geometry_report.markdown({"this model": measured}, []) if measured.get("layers") else ""
     return [re.sub("^#", "##", text, flags=re.MULTILINE).strip()] if text else []
 
 

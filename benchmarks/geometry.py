@@ -8,8 +8,8 @@ from benchmarks.stages import in_turns, row
 from benchmarks.worker import memory_gb, reset_peak
 from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
 from laplacian_heads.eval.geometry import Groups, Similarity, Spectrum, Variance
-from laplacian_heads.eval.inputs import text_batches
-from laplacian_heads.eval.survey import Survey
+from laplacian_heads.eval.geometry_inputs import text_batches
+from laplacian_heads.eval.geometry_survey import Survey
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 VOCABULARY, SEQUENCES, TOKENS, ROWS = 8192, 16, 256, 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from laplacian_heads.eval.report import figure, markdown_table
+from laplacian_heads.eval.geometry_report import figure, markdown_table
 from laplacian_heads.eval.results import results_folder
 from laplacian_heads.files import write
 

@@ -14,8 +14,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 
+from laplacian_heads.eval.geometry_report import VECTORS, figure, value
 from laplacian_heads.eval.plots import COLOURS, Picture, panels, save, style, write, written
-from laplacian_heads.eval.report import VECTORS, figure, value
 
 LAYERS = "Layer 0 is the embeddings, the last one is after the final norm."
 # What is drawn of collapse; the tables have the rest.
@@ -41,7 +41,7 @@ def all_of(models: dict[str, dict], folder: Path, pca: dict | None = None, logs:
     Args:
         models: name of each model and the content of its geometry.json.
         folder: where to draw.
-        pca: for each model None or a `survey.Points`.
+        pca: for each model None or a `geometry_survey.Points`.
         logs: for some of the models Trainer's log_history.
 
     Returns:
@@ -166,7 +166,7 @@ def collapse(models: dict[str, dict], kind: str, folder: Path) -> Picture | None
     """Measures of collapse: by layer where a model has several, else as points with their values.
 
     Args:
-        kind: of which vectors, one of `report.VECTORS`.
+        kind: of which vectors, one of `geometry_report.VECTORS`.
     """
     titles = {("collapse", kind, key): (title, "") for key, title in COLLAPSE.items()}
     titles = {keys: both for keys, both in titles.items() if any(_points(model, *keys)[0] for model in models.values())}

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from laplacian_heads import sources
-from laplacian_heads.eval import geometry_plots, inputs, report
-from laplacian_heads.eval.inputs import Batch
+from laplacian_heads.eval import geometry_plots, geometry_report
+from laplacian_heads.eval.geometry_inputs import Batch, image_batches, images, sequences, text_batches
+from laplacian_heads.eval.geometry_survey import METRICS, Points, Survey, classifier
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.eval.survey import METRICS, Points, Survey, classifier
 from laplacian_heads.files import check_model, make_folder, weights_hash, write
 from laplacian_heads.laplacian import heads_by_layer
 
@@ -116,12 +116,12 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         if state.is_main_process:
             write(targets[name] / "geometry.json", measured[name])
             print(f"\n{name}: {measured[name]['sequences']} sequences, {measured[name]['tokens']:,} tokens\n")
-            print(report.tables({name: measured[name]}))
+            print(geometry_report.tables({name: measured[name]}))
             if "collapse" in recipe.metrics and not any("collapse" in layer for layer in measured[name]["layers"]):
                 print("No collapse was measured: no token or image of the data has a class.")
     if state.is_main_process:
         logs = {name: _log(folder) for name, folder in folders.items()}
-        report.write(measured, geometry_plots.all_of(measured, pages, points, logs), pages)
+        geometry_report.write(measured, geometry_plots.all_of(measured, pages, points, logs), pages)
         print(f"\n{pages / 'report.html'}")
 
 
@@ -243,7 +243,7 @@ def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Ca
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer in {name} ({' '.join(str(error).split())[:200]}).") from error
     documents = itertools.islice(sources.documents(recipe.data), recipe.documents)
-    ids = inputs.sequences(tokenizer, documents, recipe.tokens, recipe.sequences or SEQUENCES)
+    ids = sequences(tokenizer, documents, recipe.tokens, recipe.sequences or SEQUENCES)
     rows = model.get_input_embeddings().num_embeddings
     if ids.max() >= rows:
         raise ValueError(f"The tokenizer in {name} gives the token {ids.max()}, the model has {rows}.")
@@ -251,7 +251,7 @@ def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Ca
     masked = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING and model.get_output_embeddings() is None
     names = {} if masked else {token: repr(tokenizer.decode([token])) for token in ids.unique().tolist()}
     least = ids.numel() + 1 if masked else recipe.min_count
-    return functools.partial(inputs.text_batches, ids, recipe.batch_size, recipe.skip, least), len(ids), names, True
+    return functools.partial(text_batches, ids, recipe.batch_size, recipe.skip, least), len(ids), names, True
 
 
 def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str], bool]:
@@ -268,7 +268,7 @@ def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no image processor in {name} ({' '.join(str(error).split())[:200]}).") from error
-    found = inputs.images(recipe.data, recipe.sequences or IMAGES)
+    found = images(recipe.data, recipe.sequences or IMAGES)
     known = {label: number for number, label in (model.config.id2label or {}).items()}
     # Names that a config makes up, LABEL_0 and so on, say nothing.
     unnamed = all(str(label).startswith("LABEL_") for label in known) and len(known) == len(found.names)
@@ -277,7 +277,7 @@ def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[
         print(f"{name} classifies other classes than {recipe.data} has: nothing is compared with its classifier.")
     numbers = [known[label] if by_name else number for number, label in enumerate(found.names)]
     channels = getattr(model.config, "num_channels", 3)
-    batches = functools.partial(inputs.image_batches, found, numbers, processor, channels, recipe.batch_size)
+    batches = functools.partial(image_batches, found, numbers, processor, channels, recipe.batch_size)
     return batches, found.count, dict(zip(numbers, found.names, strict=True)), by_name or unnamed
 
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from test_processes import launched
 
 from laplacian_heads import laplacianize, recipes
-from laplacian_heads.eval import inputs, measure, survey
+from laplacian_heads.eval import geometry_inputs, geometry_survey, measure
 from laplacian_heads.eval.geometry import Groups, NearestMean, collapse
+from laplacian_heads.eval.geometry_survey import Survey, look
 from laplacian_heads.eval.measure import GeometryRecipe
-from laplacian_heads.eval.survey import Survey, look
 from laplacian_heads.files import weights_hash
 
 TEXT = "The quick brown fox jumps over the lazy dog. A head that subtracts smooths less than one that adds. "
-ALL = list(survey.METRICS)
+ALL = list(geometry_survey.METRICS)
 COLOURS = {"blue": (30, 60, 220), "green": (20, 200, 60), "red": (220, 40, 30)}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SIDE = {"image_size": 32, "patch_size": 8}
@@ -110,12 +110,12 @@ def test_language_models_are_read_where_they_should_be(folder, name, input_ids):
     for hook in hooks + heads:
         hook.remove()
     *caught, head_input = caught[-len(hooks) - 1 :]  # LaplaceGPT norms the embedding with the same module
-    seen = look(model, inputs.Batch({"input_ids": input_ids}))
+    seen = look(model, geometry_inputs.Batch({"input_ids": input_ids}))
     assert len(seen.hidden) == len(caught) == 3
     for one, other in zip(seen.hidden, caught, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(seen.hidden[-1], head_input)
-    assert survey.classifier(model) is model.get_output_embeddings()
+    assert geometry_survey.classifier(model) is model.get_output_embeddings()
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -123,7 +123,7 @@ def test_models_of_images_are_read_where_they_should_be(folder, name):
     kind = transformers.AutoModel if name == "backbone" else transformers.AutoModelForImageClassification
     model = kind.from_pretrained(folder / name)
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    seen = look(model, inputs.Batch({"pixel_values": pixels}))
+    seen = look(model, geometry_inputs.Batch({"pixel_values": pixels}))
     with torch.no_grad():
         outputs = model(pixels, output_hidden_states=True)
         last = model.base_model(pixels).last_hidden_state
@@ -143,7 +143,7 @@ def test_layers_of_a_language_model_have_the_direct_figures(folder, name):
     """From the sequences to geometry.json, with the first token of each left out."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
     ids = torch.randint(3, 40, (5, 17), generator=torch.Generator().manual_seed(0))
-    batches = list(inputs.text_batches(ids, 2, skip=1, min_count=3))
+    batches = list(geometry_inputs.text_batches(ids, 2, skip=1, min_count=3))
     measured = Survey(model, ALL, [0, -1], skip=1)
     for batch in batches:
         measured.update(batch)
@@ -205,7 +205,7 @@ def test_layers_of_a_model_of_images_have_the_direct_figures(folder, name):
     files = [(path, label) for label, colour in enumerate(COLOURS) for path in (folder / "pictures" / colour).iterdir()]
     pixels = processor([Image.open(path) for path, _ in files], return_tensors="pt")["pixel_values"]
     labels = torch.tensor([label for _, label in files])
-    seen = look(model, inputs.Batch({"pixel_values": pixels}))
+    seen = look(model, geometry_inputs.Batch({"pixel_values": pixels}))
     array = seen.hidden[-1].double().numpy()
     flat, means = array.reshape(-1, array.shape[-1]), array.mean(1)
     of_class = np.stack([means[labels == label].mean(0) for label in labels])
@@ -239,7 +239,7 @@ def test_layers_of_a_model_of_images_have_the_direct_figures(folder, name):
             nearest.update(vectors, classes, decided.repeat_interleave(len(vectors) // len(decided)))
             assert measured["nc4"] == pytest.approx(nearest.result()["nc4"], abs=1.5 / len(vectors))
     assert set(points.classes) == set(COLOURS)
-    assert len(points.pictures) == (0 if name == "convnext" else survey.PICTURES)
+    assert len(points.pictures) == (0 if name == "convnext" else geometry_survey.PICTURES)
     for image, patches in points.pictures:
         assert image.shape == (32, 32, 3)
         assert patches.shape == (4, 4, 3)
@@ -303,7 +303,7 @@ def test_run_in_training_is_measured_at_its_newest_checkpoint(folder, tmp_path):
 
 
 def test_sequences_take_the_first_piece_of_every_document_first(tokenizer):
-    ids = inputs.sequences(tokenizer, [TEXT, "short", TEXT[4:] * 2], tokens=12, count=100)
+    ids = geometry_inputs.sequences(tokenizer, [TEXT, "short", TEXT[4:] * 2], tokens=12, count=100)
     assert ids.shape[1] == 13
     assert set(ids[:, 0].tolist()) == {tokenizer.bos_token_id}
     pieces = [tokenizer.decode(row[1:]) for row in ids]
@@ -311,18 +311,18 @@ def test_sequences_take_the_first_piece_of_every_document_first(tokenizer):
     assert TEXT[4:].startswith(pieces[1])
     assert TEXT.startswith(pieces[0] + pieces[2])
     assert (TEXT[4:] * 2).startswith("".join(pieces[1:4:2]))
-    assert torch.equal(inputs.sequences(tokenizer, [TEXT, TEXT[4:] * 2], tokens=12, count=2), ids[:2])
+    assert torch.equal(geometry_inputs.sequences(tokenizer, [TEXT, TEXT[4:] * 2], tokens=12, count=2), ids[:2])
     with pytest.raises(ValueError, match=r"tokens is 99, but the longest document has \d+ tokens"):
-        inputs.sequences(tokenizer, ["short", "shorter"], tokens=99, count=2)
+        geometry_inputs.sequences(tokenizer, ["short", "shorter"], tokens=99, count=2)
 
 
 def test_classes_of_text_are_the_next_tokens_seen_often_enough():
     ids = torch.tensor([[9, 5, 5, 6, 7], [9, 6, 5, 8, 6]])
     for skip in (0, 1):  # BOS is alike in all, so that nothing can be known from it
-        (batch,) = inputs.text_batches(ids, 2, skip, min_count=2)
+        (batch,) = geometry_inputs.text_batches(ids, 2, skip, min_count=2)
         assert batch.inputs["input_ids"].tolist() == ids[:, :-1].tolist()
         assert batch.token_labels.tolist() == [[-1, 5, 6, -1], [-1, 5, -1, 6]]
-    (batch,) = inputs.text_batches(ids, 2, skip=2, min_count=1)
+    (batch,) = geometry_inputs.text_batches(ids, 2, skip=2, min_count=1)
     assert batch.token_labels.tolist() == [[-1, -1, 6, 7], [-1, -1, 8, 6]]
 
 

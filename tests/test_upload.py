@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from laplacian_heads import hub_upload, model_card, recipes
-from laplacian_heads.eval import geometry_plots, report
+from laplacian_heads.eval import geometry_plots, geometry_report
 from laplacian_heads.files import weights_hash
 from laplacian_heads.hub_upload import UploadRecipe, hashes, stage, upload, verify
 
@@ -54,7 +54,9 @@ def make_run(folder, model, tokenizer):
     (folder / "geometry.json").write_text(json.dumps(GEOMETRY))
     (folder / "mine.png").write_bytes(b"\x89PNG")
     (folder / "geometry").mkdir()
-    report.write({"run": GEOMETRY}, geometry_plots.all_of({"run": GEOMETRY}, folder / "geometry"), folder / "geometry")
+    geometry_report.write(
+        {"run": GEOMETRY}, geometry_plots.all_of({"run": GEOMETRY}, folder / "geometry"), folder / "geometry"
+    )
     (folder / "geometry" / "spectrum.png").write_bytes(b"of an earlier report")
     (folder / "checkpoint-1").mkdir()
     torch.save({}, folder / "checkpoint-1" / "optimizer.pt")

@@ -137,7 +137,7 @@ def write(models: dict[str, dict], pictures: list, folder: Path) -> None:
     # autoescape: names of models and classes are anybody's.
     templates = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = templates.get_template("report.html.jinja").render(
+    page = templates.get_template("geometry_report.html.jinja").render(
         measured=[(name, _measured(model)) for name, model in models.items()],
         figures=_figures(models),
         pictures=list(zip(pictures, images, strict=True)),

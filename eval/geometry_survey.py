@@ -19,7 +19,7 @@ from laplacian_heads.eval.geometry import (
     collapse,
     with_shares,
 )
-from laplacian_heads.eval.inputs import Batch
+from laplacian_heads.eval.geometry_inputs import Batch
 
 METRICS = ("variance", "spectra", "collapse", "pca", "similarity", "attention_entropy", "nearest_mean")
 KINDS = ("tokens", "sequence_means", "classifier_input")  # what has classes

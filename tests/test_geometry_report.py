@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
-from laplacian_heads.eval import report
+from laplacian_heads.eval import geometry_report
 from laplacian_heads.eval.geometry_plots import all_of
 from laplacian_heads.eval.plots import Picture
 
@@ -66,7 +66,7 @@ class Page(HTMLParser):
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     pictures = all_of(MODELS, folder)
-    report.write(MODELS, pictures, folder)
+    geometry_report.write(MODELS, pictures, folder)
     return folder, pictures
 
 
@@ -129,19 +129,19 @@ def test_only_what_was_measured_is_explained(written):
 
 @pytest.mark.parametrize("models", [{}, {"a": {}}, {"a": {"layers": None}}])
 def test_nothing_measured_is_a_report_without_tables(tmp_path, models):
-    report.write(models, [], tmp_path)
+    geometry_report.write(models, [], tmp_path)
     assert [page.tables for page in pages(tmp_path)] == [[], []]
 
 
 def test_names_that_differ_in_spaces_have_columns_of_their_own():
-    text = report.markdown({"a b": model(layer(0, 0.25)), "a  b": model(layer(0, 0.75))}, [])
+    text = geometry_report.markdown({"a b": model(layer(0, 0.25)), "a  b": model(layer(0, 0.75))}, [])
     assert Page(MarkdownIt().enable("table").render(text)).tables[0][1] == ["share within sequences", "0.250", "0.750"]
 
 
 def test_report_without_its_picture_is_not_written(tmp_path):
     (tmp_path / "report.html").write_text("before")
     with pytest.raises(OSError, match="missing.svg"):
-        report.write(MODELS, [Picture("missing", "Missing", "Nothing.")], tmp_path)
+        geometry_report.write(MODELS, [Picture("missing", "Missing", "Nothing.")], tmp_path)
     assert (tmp_path / "report.html").read_text() == "before"
     assert not (tmp_path / "report.md").exists()
 
@@ -154,11 +154,11 @@ def test_report_without_its_picture_is_not_written(tmp_path):
     ],
 )
 def test_numbers_have_three_digits_that_count(number, shown):
-    assert report._shown(number) == shown
+    assert geometry_report._shown(number) == shown
 
 
 def test_what_is_no_number_is_not_a_figure():
     layer = {"a": {"b": [1.0, 3.0, None], "c": float("nan"), "d": "text", "e": []}}
-    assert report.figure(layer, "a", "b") == 2.0
-    assert [report.figure(layer, "a", key) for key in "cdef"] == [None] * 4
-    assert report.figure(layer, "a", "b", "c") is None
+    assert geometry_report.figure(layer, "a", "b") == 2.0
+    assert [geometry_report.figure(layer, "a", key) for key in "cdef"] == [None] * 4
+    assert geometry_report.figure(layer, "a", "b", "c") is None
