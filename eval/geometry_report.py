@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from laplacian_heads import files
+from laplacian_heads.sources import listed
 
 UNKNOWN = "–"
 LAST = "Figures of the last layer"
@@ -189,7 +190,10 @@ def _measured(model: dict) -> str:
     """Of what a model's figures are."""
     size = [f"{model[name]:,} {name}" for name in ("sequences", "tokens") if name in model]
     classes = f"classes are {model['classes_are']}" if model.get("classes_are") else "without classes"
-    return f"{', '.join(size)} of {model.get('data')}, {classes}"
+    data = model.get("data")
+    # Of a path the name: reports are published.
+    sources = [Path(source).name if Path(source).is_absolute() else source for source in listed(data)] if data else []
+    return f"{', '.join(size)} of {', '.join(sources) or 'unknown data'}, {classes}"
 
 
 def _figures(models: dict[str, dict]) -> list[tuple[str, list[str], list[list[str]]]]:

@@ -110,19 +110,27 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
 
     for folder in {pages, *targets.values()} if state.is_main_process else ():
         _check_writable(folder)
-    measured, points = {}, {}
-    for name, folder in folders.items():
-        measured[name], points[name] = _measured(folder, configs[name], recipe)
+    shown = _short(recipe.models)
+    measured, points, logs = {}, {}, {}
+    for model, folder in folders.items():
+        name = shown[model]
+        measured[name], points[name] = _measured(folder, configs[model], recipe)
+        logs[name] = _log(folder)
         if state.is_main_process:
-            write(targets[name] / "geometry.json", measured[name])
-            print(f"\n{name}: {measured[name]['sequences']} sequences, {measured[name]['tokens']:,} tokens\n")
+            write(targets[model] / "geometry.json", measured[name])
+            print(f"\n{model}: {measured[name]['sequences']} sequences, {measured[name]['tokens']:,} tokens\n")
             print(geometry_report.tables({name: measured[name]}))
             if "collapse" in recipe.metrics and not any("collapse" in layer for layer in measured[name]["layers"]):
                 print("No collapse was measured: no token or image of the data has a class.")
     if state.is_main_process:
-        logs = {name: _log(folder) for name, folder in folders.items()}
         geometry_report.write(measured, geometry_plots.all_of(measured, pages, points, logs), pages)
         print(f"\n{pages / 'report.html'}")
+
+
+def _short(models: list[str]) -> dict[str, str]:
+    """What to call each model: its folder's name, if no two are alike; reports are published, paths are private."""
+    names = {model: Path(model).name if Path(model).expanduser().is_dir() else model for model in models}
+    return names if len(set(names.values())) == len(models) else {model: model for model in models}
 
 
 def _newest(name: str) -> str:

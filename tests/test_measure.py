@@ -263,11 +263,20 @@ def test_verb_writes_figures_plots_and_report(folder, capsys):
         share = f"{written['layers'][-1]['variance']['shares']['within_sequence']:.3f}"
         assert share in printed
         assert share in markdown
-        assert str(folder / name) in html
+        assert f"<strong>{name}</strong>" in html
+        assert str(folder) not in html + markdown  # reports are published
     stems = {"variance", "similarity", "attention_entropy", "spectrum", "collapse_tokens", "pca"}
     assert {path.stem for path in pages.glob("*.svg")} == {path.stem for path in pages.glob("*.png")} == stems
     assert all(f"{stem}.png" in markdown for stem in stems)
     assert not list(folder.rglob("*.part"))
+
+
+def test_models_are_called_by_what_tells_them_apart(tmp_path):
+    for name in ("k0/pretrain", "k5/pretrain", "k5/sft"):
+        (tmp_path / name).mkdir(parents=True)
+    one, other, third = (str(tmp_path / name) for name in ("k0/pretrain", "k5/pretrain", "k5/sft"))
+    assert measure._short([one, third, "owner/name"]) == {one: "pretrain", third: "sft", "owner/name": "owner/name"}
+    assert measure._short([one, other]) == {one: one, other: other}
 
 
 def test_one_model_has_its_report_in_its_folder(folder, tmp_path):
