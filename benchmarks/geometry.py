@@ -1,15 +1,24 @@
-"""What the measures of geometry cost: time against the bare forward pass, and memory against the number of tokens."""
+"""What the measures of geometry cost: time against the forward pass and in training, memory against tokens."""
 
+import contextlib
 import functools
+import io
+import statistics
+import tempfile
+import time
 
 import torch
+from transformers import Trainer, TrainingArguments
 
 from benchmarks.stages import in_turns, row
 from benchmarks.worker import memory_gb, reset_peak
-from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
+from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.eval.geometry import Groups, Similarity, Spectrum, Variance
 from laplacian_heads.eval.geometry_inputs import text_batches
 from laplacian_heads.eval.geometry_survey import Survey
+from laplacian_heads.train import stage
+from laplacian_heads.train.geometry import GeometryCallback
+from laplacian_heads.train.pretrain import PretrainRecipe
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 VOCABULARY, SEQUENCES, TOKENS, ROWS = 8192, 16, 256, 8
@@ -74,7 +83,65 @@ def lines(repeats: int) -> list[str]:
         + ", ".join(f"{peak:.0f} MB after {count:,} tokens" for count, peak in risen.items())
         + ".",
         "",
+        in_training(2 * repeats + 2),
+        "",
     ]
+
+
+class Timed(GeometryCallback):
+    """Keeps the seconds that each measurement takes, and each step without it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.measurements, self.durations = [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        begun = time.perf_counter()
+        super().on_pre_optimizer_step(args, state, control, **kwargs)
+        self.of_norms = time.perf_counter() - begun
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.durations.append(time.perf_counter() - self.begun - self.of_norms)
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        due, begun = self.due, time.perf_counter()
+        super().on_log(args, state, control, logs, **kwargs)
+        if due:
+            self.measurements.append(time.perf_counter() - begun + self.of_norms)
+
+
+def in_training(steps: int) -> str:
+    """What the callback costs beside the steps of the recipe for a tiny model."""
+    recipe = recipes.load(PretrainRecipe, "gpt_tiny_pretrain", {"output": "none"})
+    rows = torch.randint(recipe.vocab_size, (recipe.rows_per_step * steps, recipe.context))
+    rows = [{"input_ids": row, "labels": row} for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=recipe.batch_size,
+            gradient_accumulation_steps=recipe.rows_per_step // recipe.batch_size,
+            max_steps=steps,
+            bf16=stage.has_bf16(),
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        trainer = Trainer(LaplaceGPTForCausalLM(recipe.config()), arguments, train_dataset=rows)
+        callback = Timed(trainer, rows[: stage.GEOMETRY_ROWS], steps=2)
+        trainer.add_callback(callback)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    measurement, step = (statistics.median(each[1:]) for each in (callback.measurements, callback.durations))
+    share = measurement / (measurement + recipe.geometry_steps * step)
+    return (
+        f"Training by gpt_tiny_pretrain: a measurement takes {measurement:.2f} s, a step {step:.2f} s; every "
+        f"{recipe.geometry_steps} steps that is {share:.1%} of the time."
+    )
 
 
 def peaks() -> dict[int, float]:
