@@ -241,7 +241,8 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
         "laplacian_heads": _heads(config),
         "layers": survey.layers(),
     }
-    return found, survey.points(names) if "pca" in recipe.metrics else None
+    plotted = "pca" in recipe.metrics and state.is_main_process
+    return found, survey.points(names) if plotted else None
 
 
 def _text(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[Callable, int, dict[int, str], bool]:

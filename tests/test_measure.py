@@ -550,8 +550,10 @@ def test_model_of_the_hub_is_measured(folder, hub, fresh_process, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_measure_what_one_does(folder, tmp_path):
-    values = [f"data={folder / 'text'}", "tokens=24", "batch_size=2", "min_count=2", f"metrics=[{', '.join(ALL)}]"]
+@pytest.mark.parametrize("batch_size", [2, 50])  # of which one leaves nothing to the second process
+def test_two_processes_measure_what_one_does(folder, tmp_path, batch_size):
+    values = [f"data={folder / 'text'}", "tokens=24", "min_count=2", f"metrics=[{', '.join(ALL)}]"]
+    values.append(f"batch_size={batch_size}")
     found = []
     for count, name in ((1, "one"), (2, "two")):
         arguments = ["geometry", str(folder / "laplace"), *values, f"output={tmp_path / name}"]
