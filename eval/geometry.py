@@ -76,10 +76,11 @@ class Groups(Accumulator):
         Raises:
             NotFiniteError: there is NaN or infinity in them.
         """
-        vectors = vectors.double()
+        vectors = float64(vectors)
         if labels is None:
-            labels = torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
-        elif (labels < 0).any():
+            labels = torch.zeros(len(vectors), dtype=torch.int64)
+        labels = labels.to(vectors.device)
+        if (labels < 0).any():
             kept = labels >= 0
             vectors, labels, weights = vectors[kept], labels[kept], None if weights is None else weights[kept]
         if not len(vectors):
@@ -323,7 +324,7 @@ class AttentionEntropy(Accumulator):
         Raises:
             NotFiniteError: there is NaN or infinity in a row that counts.
         """
-        attention = attention.double()
+        attention = float64(attention)
         sequences, _, queries, _ = attention.shape
         if mask is None:
             mask = torch.ones(sequences, queries, dtype=torch.bool, device=attention.device)
@@ -369,7 +370,7 @@ class NearestMean(Accumulator):
             decisions: (vectors,), the class that the network decides for; None where it decides nothing.
         """
         kept = labels >= 0
-        vectors, rows = vectors[kept].double(), torch.searchsorted(self.labels, labels[kept])
+        vectors, rows = float64(vectors[kept]), torch.searchsorted(self.labels, labels[kept])
         centre = self.means.mean(0)
         vectors, means = vectors - centre, self.means - centre
         self.cosines += torch.cosine_similarity(vectors, means[rows], dim=1, eps=0).nan_to_num().sum().item()
@@ -540,14 +541,18 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
+def float64(values: torch.Tensor) -> torch.Tensor:
+    """Values in double precision, in main memory where their device has none."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
 def _masked(hidden: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Hidden states in float64 with 0 where the mask is False, the mask, and the tokens of each sequence."""
-    if hidden.device.type == "mps":  # which has no float64
-        hidden = hidden.cpu()
+    hidden = float64(hidden)
     if mask is None:
-        return hidden.double(), None, torch.full(hidden.shape[:1], hidden.shape[1], device=hidden.device)
+        return hidden, None, torch.full(hidden.shape[:1], hidden.shape[1], device=hidden.device)
     mask = mask.to(hidden.device).bool()
-    return torch.where(mask[..., None], hidden, 0).double(), mask, mask.sum(1)
+    return torch.where(mask[..., None], hidden, 0), mask, mask.sum(1)
 
 
 def _centred(

@@ -17,6 +17,7 @@ from laplacian_heads.eval.geometry import (
     Spectrum,
     Variance,
     collapse,
+    float64,
     with_shares,
 )
 from laplacian_heads.eval.geometry_inputs import Batch
@@ -199,7 +200,7 @@ class Survey:
         classes = batch.labels.to(hidden.device)
         found = [
             ("tokens", hidden.flatten(0, 1), classes.repeat_interleave(hidden.shape[1])),
-            ("sequence_means", hidden.double().mean(1), classes),
+            ("sequence_means", float64(hidden).mean(1), classes),
         ]
         if last and seen.classifier_input is not None:
             found.append(("classifier_input", seen.classifier_input.flatten(1), classes))
@@ -214,7 +215,7 @@ class Survey:
             classes = batch.labels.repeat_interleave(len(places))
         else:
             classes = torch.full((len(hidden) * len(places),), -1)
-        self.sample.append((hidden[:, places].flatten(0, 1).double().cpu(), classes))
+        self.sample.append((hidden[:, places].flatten(0, 1).cpu().double(), classes))
         config = self.model.config
         patch = getattr(config, "patch_size", None)
         if batch.pixels is None or len(self.pictures) >= PICTURES or not isinstance(patch, int):
@@ -222,7 +223,7 @@ class Survey:
         rows, columns = (side // patch for side in batch.pixels.shape[1:3])
         before = hidden.shape[1] + self.skip - rows * columns  # class token, registers, DeiT's token of distillation
         if rows * columns > 1 and self.skip <= before <= 2 + (getattr(config, "num_register_tokens", 0) or 0):
-            for pixels, tokens in zip(batch.pixels, hidden[:, -rows * columns :].double().cpu(), strict=True):
+            for pixels, tokens in zip(batch.pixels, hidden[:, -rows * columns :].cpu().double(), strict=True):
                 if len(self.pictures) < PICTURES:
                     self.pictures.append((pixels, tokens.view(rows, columns, -1)))
 
