@@ -18,6 +18,17 @@ def write(path: Path, content: str | dict) -> None:
     part.replace(path)
 
 
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError if it is damaged, OSError if it is not there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged; move it away and make it again ({error}).") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged; move it away and make it again.")
+    return content
+
+
 def weights_hash(folder: Path) -> str | None:
     """SHA-256 of the weights in a folder, by which what was measured knows them again; None if there are none."""
     digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))

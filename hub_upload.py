@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from laplacian_heads import laplacian, model_card
 from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
-from laplacian_heads.files import weights_hash
+from laplacian_heads.files import read_json, weights_hash
 
 ROOT = Path(laplacian.__file__).parent
 CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
@@ -183,20 +183,9 @@ def _check_run(run: Path) -> None:
         raise ValueError(f"model is {run}, which has no config.json; allowed is the folder of a run.")
     weights = weights_hash(run)
     for name, verb in (("eval.json", "eval"), ("geometry.json", "geometry")):
-        content = _json(run / name)
+        content = read_json(run / name) if (run / name).exists() else {}
         if content.get("weights") not in (None, weights):
             raise ValueError(f"{run / name} is of other weights than {run} has now; call {verb} again, or delete it.")
-
-
-def _json(path: Path) -> dict:
-    """A JSON object, {} where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged; move it away and make it again ({error}).") from error
-    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager

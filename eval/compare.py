@@ -12,7 +12,7 @@ import yaml
 
 from laplacian_heads.eval.geometry_report import figure, markdown_table
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.files import write
+from laplacian_heads.files import read_json, write
 
 RESULTS = ("results.json", "eval.json", "geometry.json")
 PAPER = Path(__file__).parent / "paper.yaml"
@@ -88,7 +88,7 @@ def read(folders: list[Path]) -> dict:
     for folder in map(Path, folders):
         for name, contents in files.items():
             if (folder / name).exists():
-                contents[folder] = _json(folder / name)
+                contents[folder] = read_json(folder / name)
     if not any(files[name] for name in RESULTS):
         names = " and ".join(map(str, folders))
         raise ValueError(f"There is no {', no '.join(RESULTS)} in {names}: train, eval and geometry write them.")
@@ -122,16 +122,6 @@ def read(folders: list[Path]) -> dict:
         "geometry": geometry,
         "log_history": first("log_history", "trainer_state.json") or [],
     }
-
-
-def _json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged; move it away and make it again ({error}).") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged; move it away and make it again.")
-    return content
 
 
 def _score(folder: Path, entry: dict) -> Score:
