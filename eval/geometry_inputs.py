@@ -58,18 +58,22 @@ def sequences(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], toke
     return torch.tensor(rows)
 
 
-def text_batches(ids: torch.Tensor, batch_size: int, skip: int, min_count: int) -> Iterator[Batch]:
+def text_batches(
+    ids: torch.Tensor, batch_size: int, skip: int, min_count: int, process: int = 0, processes: int = 1
+) -> Iterator[Batch]:
     """Batches of `sequences`, whose classes are the next tokens that are seen at least `min_count` times.
 
     Args:
         ids: (sequences, tokens + 1).
         skip: so many of the first tokens have no class; the very first has none, as it is BOS and alike in all.
+        process, processes: whose batches to give, of so many that take turns.
     """
     following = ids[:, 1:].clone()
     following[:, : max(skip, 1)] = -1
     counts = torch.bincount(following[following >= 0], minlength=int(ids.max()) + 1)
     following[counts[following.clamp(min=0)] < min_count] = -1
-    for rows, labels in zip(ids.split(batch_size), following.split(batch_size), strict=True):
+    batches = list(zip(ids.split(batch_size), following.split(batch_size), strict=True))
+    for rows, labels in batches[process::processes]:
         yield Batch({"input_ids": rows[:, :-1]}, token_labels=labels)
 
 
@@ -142,18 +146,28 @@ def _classes(dataset, features: dict) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def image_batches(found: Images, numbers: list[int], processor, channels: int, batch_size: int) -> Iterator[Batch]:
+def image_batches(
+    found: Images,
+    numbers: list[int],
+    processor,
+    channels: int,
+    batch_size: int,
+    process: int = 0,
+    processes: int = 1,
+) -> Iterator[Batch]:
     """Batches of images as an image processor of transformers makes them.
 
     Args:
         numbers: by the number of a class in the data the number that it shall have.
         channels: 1 for grey images, 3 for coloured ones.
+        process, processes: whose batches to give, of so many that take turns; no other's images are decoded.
 
     Raises:
         ValueError: an image that cannot be read, or images without a class where there should be one.
     """
     rows = iter(found.rows)
-    while some := list(itertools.islice(rows, batch_size)):
+    batches = iter(lambda: list(itertools.islice(rows, batch_size)), [])
+    for some in itertools.islice(batches, process, None, processes):
         values = processor([_picture(row[found.image], channels) for row in some], return_tensors="pt")["pixel_values"]
         labels = None
         if found.label is not None:

@@ -219,7 +219,7 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
 
     def mine(what: str) -> Iterator[Batch]:
         """The batches of this process."""
-        some = itertools.islice(batches(), state.process_index, None, state.num_processes)
+        some = batches(process=state.process_index, processes=state.num_processes)
         total = -(-count // (recipe.batch_size * state.num_processes))
         return tqdm(some, f"{Path(name).name}, {what}", total, unit="batch", disable=not state.is_main_process)
 

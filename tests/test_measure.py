@@ -522,6 +522,23 @@ def test_saved_datasets_are_read(folder, tmp_path, kind):
     assert ("nc3" in found["layers"][-1]["collapse"]["classifier_input"]) == (kind == "named")
 
 
+def test_processes_decode_their_own_pictures(folder, monkeypatch):
+    decoded = []
+    picture = geometry_inputs._picture
+    monkeypatch.setattr(geometry_inputs, "_picture", lambda *given: (decoded.append(1), picture(*given))[1])
+    found = geometry_inputs.images(str(folder / "pictures"), 11)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder / "vit")
+    whole = list(geometry_inputs.image_batches(found, [0, 1, 2], processor, 3, 2))
+    assert [len(batch.labels) for batch in whole] == [2, 2, 2, 2, 2, 1]
+    for process in range(3):
+        decoded.clear()
+        mine = list(geometry_inputs.image_batches(found, [0, 1, 2], processor, 3, 2, process, 3))
+        assert len(decoded) == sum(len(batch.labels) for batch in mine) < 11
+        for one, other in zip(mine, whole[process::3], strict=True):
+            assert torch.equal(one.inputs["pixel_values"], other.inputs["pixel_values"])
+            assert torch.equal(one.labels, other.labels)
+
+
 def test_pictures_without_labels_have_no_classes(folder, tmp_path):
     (tmp_path / "flat").mkdir()
     for i, path in enumerate((folder / "pictures").rglob("*.png")):
