@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         sub.add_argument(
             "--dry-run",
             action="store_true",
-            help="only say what would be done; upload stages and verifies, and asks the Hub nothing",
+            help="only say what would be done; upload stages and verifies",
         )
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
     options, unknown = parser.parse_known_args(arguments)

@@ -46,6 +46,8 @@ SECRETS = {
     "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
 }
 
+# Where exceptions come from when there is no connection: the HTTP clients that huggingface_hub has used.
+CLIENTS = ("httpx", "httpcore", "requests")
 # What a user of the Hub's repository does, who does not have this package.
 FRESH_PROCESS = """
 import contextlib, io, sys
@@ -54,7 +56,7 @@ import json, torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-folder, expected, threads, snippets = sys.argv[1:]
+folder, expected, threads, snippets, *clients = sys.argv[1:]
 torch.set_num_threads(int(threads))
 expected = load_file(expected)
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -83,7 +85,9 @@ for name, code in json.loads(snippets).items() if found["equal"] else ():
         found["snippets"][name] = f"was not run: there is no {error.name or error}"
     except Exception as error:
         how = f"fails: {type(error).__name__}: {error}"
-        if isinstance(error, ConnectionError) or type(error).__module__ == "datasets.exceptions":
+        module = type(error).__module__
+        unconnected = module.startswith(tuple(clients)) and "Connect" in type(error).__name__
+        if unconnected or isinstance(error, ConnectionError) or module == "datasets.exceptions":
             how = "was not run: its data cannot be reached"
         found["snippets"][name] = how
 print(json.dumps(found))
@@ -165,7 +169,7 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
     for name in files:
         print(f"  {(staging / name).stat().st_size:13,} bytes  {name}")
     if dry_run:
-        print(f"A dry run: nothing was uploaded to {recipe.repo}, nor asked there. The tag would be {tag}.")
+        print(f"A dry run: nothing was uploaded to {recipe.repo}. The tag would be {tag}.")
         return
 
     print(f"Uploading to {recipe.repo}")
@@ -198,8 +202,7 @@ def _understood(repo: str) -> Iterator[None]:
             raise ValueError(f"The token may not write to {repo}.") from error
         raise
     except Exception as error:
-        # without a connection, one of the HTTP client that huggingface_hub happens to use
-        if type(error).__module__.partition(".")[0].startswith(("httpx", "httpcore", "requests")):
+        if type(error).__module__.startswith(CLIENTS):
             endpoint = huggingface_hub.constants.ENDPOINT
             raise ValueError(f"The Hub at {endpoint} cannot be reached ({error}); the same call goes on.") from error
         raise
@@ -331,7 +334,7 @@ def verify(folder: Path, expected: Path) -> list[str]:
         env |= {"HF_MODULES_CACHE": str(Path(empty, "modules")), "TOKENIZERS_PARALLELISM": "0"}
         arguments = map(str, (folder.resolve(), expected, torch.get_num_threads(), json.dumps(local)))
         result = subprocess.run(
-            [sys.executable, "-c", FRESH_PROCESS, *arguments],
+            [sys.executable, "-c", FRESH_PROCESS, *arguments, *CLIENTS],
             cwd=empty,
             env=env,
             stdin=subprocess.DEVNULL,

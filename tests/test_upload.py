@@ -334,6 +334,15 @@ def test_what_was_measured_of_other_weights_is_refused(run, name):
         upload(recipe(run), dry_run=True)
 
 
+@pytest.mark.slow
+def test_code_of_the_card_that_cannot_reach_its_data_is_no_fault(run, monkeypatch, capsys):
+    code = "from huggingface_hub.utils import get_session\nget_session().get('http://127.0.0.1:9')"
+    monkeypatch.setattr(model_card, "snippets", lambda *_: {"Score with lm-eval": code})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    upload(recipe(run), dry_run=True)
+    assert "the card's code was not run: its data cannot be reached: Score with lm-eval" in capsys.readouterr().out
+
+
 def test_a_run_that_is_not_there_or_not_finished(tmp_path):
     with pytest.raises(ValueError, match="where there is no folder"):
         upload(recipe(tmp_path / "none"), dry_run=True)
