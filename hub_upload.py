@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from laplacian_heads import laplacian, model_card
-from laplacian_heads.configuration import AUTO_MAP, LaplaceGPTConfig
+from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.files import read_json, weights_hash
 
 ROOT = Path(laplacian.__file__).parent
@@ -323,7 +323,7 @@ def verify(folder: Path, expected: Path) -> list[str]:
     for name in CODE:
         if not (folder / name).exists() or (folder / name).read_bytes() != (ROOT / name).read_bytes():
             raise ValueError(f"The staged {name} is not the file of this package.")
-    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") != AUTO_MAP:
+    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") != LaplaceGPTConfig.auto_classes:
         raise ValueError("The staged config.json does not name the code of every Auto class.")
 
     card = (folder / "README.md").read_text(encoding="utf-8")

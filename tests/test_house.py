@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HUB_FILES = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
+HUB_FILES = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py", "modeling_laplace_vit.py")
 # Each module may import those before it; train and eval stand side by side, but for the measures of eval.geometry.
 ORDER = [
-    *("laplacian", "configuration", "modeling_laplace_gpt", "files", "recipes", "problems", "shards", "sources"),
+    *("laplacian", "configuration", "modeling_laplace_gpt", "modeling_laplace_vit"),
+    *("files", "recipes", "problems", "shards", "sources", "images"),
     *("train", "eval", "nanochat", "convert", "model_card", "hub_upload", "study", "__main__"),
 ]
 

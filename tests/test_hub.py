@@ -20,7 +20,7 @@ from laplacian_heads import (
     LaplaceGPTForSequenceClassification,
     LaplaceGPTModel,
 )
-from laplacian_heads.configuration import AUTO_MAP
+from laplacian_heads.configuration import LaplaceGPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ["configuration.py", "laplacian.py", "modeling_laplace_gpt.py"]
@@ -147,7 +147,7 @@ def test_folder_loads_without_the_package(folder, times_saved, request):
     found = request.getfixturevalue("loaded" if times_saved == "once" else "loaded_again")[folder]
     assert found["equal"]
     assert found["config"] == "LaplaceGPTConfig"
-    assert found["model"] == AUTO_MAP[SAVED[folder]].rpartition(".")[2]
+    assert found["model"] == LaplaceGPTConfig.auto_classes[SAVED[folder]].rpartition(".")[2]
     assert found["dtype"] == (f"torch.{folder}" if "float" in folder else "torch.float32")
     assert found["text"] == "The quick brown fox"
 
@@ -159,7 +159,7 @@ def test_folder_holds_the_code_of_the_repository_and_nothing_pickled(folder, pla
     assert sorted(name for name in files if name.endswith(".py")) == CODE
     for name in CODE:
         assert files[name].read_bytes() == (ROOT / name).read_bytes()
-    assert json.loads(files["config.json"].read_text())["auto_map"] == AUTO_MAP
+    assert json.loads(files["config.json"].read_text())["auto_map"] == LaplaceGPTConfig.auto_classes
     pickled = {name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))}
     assert pickled <= (TRAINING_STATE if "trained" in folder else set())
 
@@ -185,7 +185,7 @@ def test_every_head_loads_from_every_folder(saved, module_process):
     found = json.loads(module_process(PRELUDE + dedent(code), saved))
     assert len({hidden for *_, hidden in found}) == 1
     for auto_class, model_class, _ in found:
-        assert model_class == AUTO_MAP[auto_class].rpartition(".")[2]
+        assert model_class == LaplaceGPTConfig.auto_classes[auto_class].rpartition(".")[2]
 
 
 def test_copies_of_the_code_live_in_one_process_with_the_package(saved, loaded, module_process):
@@ -322,7 +322,7 @@ def test_copy_of_a_repository_does_not_point_back_to_it(downloaded, hub, saved, 
     env = {**hub.env, "HF_HOME": str(saved / "another user")}
     assert module_process(PRELUDE + dedent(code), saved, env=env).split() == ["True", "True", "300"]
     for folder in (hub.files("tester/copy"), saved / "downloaded"):
-        assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == LaplaceGPTConfig.auto_classes
         for name in CODE:
             assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
 
