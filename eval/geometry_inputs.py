@@ -1,19 +1,14 @@
 """What a model's geometry is measured on: sequences of text, and images, in batches."""
 
 import dataclasses
-import io
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import datasets
 import numpy as np
-import PIL.Image
 import torch
 from transformers import PreTrainedTokenizerBase
 
-# Images of a stream are drawn from so many at a time, as datasets are often sorted by class.
-SHUFFLED = 1000
+from laplacian_heads.images import Sample, decode
 
 
 @dataclasses.dataclass
@@ -77,77 +72,8 @@ def text_batches(
         yield Batch({"input_ids": rows[:, :-1]}, token_labels=labels)
 
 
-@dataclasses.dataclass
-class Images:
-    """Images of a source.
-
-    Args:
-        rows: dicts, of which the column `image` has the bytes or the path of a file.
-        count: how many there are at most.
-        image, label: the columns of images and of classes; label is None if there is none.
-        names: of the classes, by their number.
-    """
-
-    rows: Iterable[dict]
-    count: int
-    image: str
-    label: str | None
-    names: list[str]
-
-
-def images(data: str, count: int) -> Images:
-    """`count` images of a source, drawn at random, always the same ones.
-
-    Args:
-        data: a folder with a folder of images for each class, a folder of `Dataset.save_to_disk`, or a dataset of the
-            Hub as owner/name[@revision][:config[:split]].
-
-    Raises:
-        ValueError: there is no such source, or it has no images.
-    """
-    path = Path(data).expanduser()
-    if (path / "dataset_dict.json").exists():
-        path = path / "train"
-    try:
-        if path.is_dir() and (path / "state.json").exists():
-            dataset = datasets.load_from_disk(str(path))
-        elif path.is_dir():
-            dataset = datasets.load_dataset("imagefolder", data_dir=str(path), split="train")
-        else:
-            name, config, split, *_ = [*data.split(":"), None, None]
-            name, _, revision = name.partition("@")
-            dataset = datasets.load_dataset(
-                name, config or None, split=split or "train", revision=revision or None, streaming=True
-            )
-    except Exception as error:  # without a connection, one of the HTTP client that huggingface_hub happens to use
-        raise ValueError(f"data: {data} cannot be read as images: {' '.join(str(error).split())}") from error
-    features = dataset.features or {}
-    pictures = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if not pictures:
-        raise ValueError(f"data: {data} has no images, its columns are {', '.join(features) or 'unknown'}.")
-    label, names = _classes(dataset, features)
-    dataset = dataset.cast_column(pictures[0], datasets.Image(decode=False))  # a damaged one would not be named
-    if isinstance(dataset, datasets.Dataset):
-        count = min(count, len(dataset))
-        rows = dataset.shuffle(seed=0).select(range(count))
-    else:
-        rows = dataset.shuffle(seed=0, buffer_size=SHUFFLED).take(count)
-    return Images(rows, count, pictures[0], label, names)
-
-
-def _classes(dataset, features: dict) -> tuple[str | None, list[str]]:
-    """The column of classes, and their names: one that has names, or numbers in a column that is named for them."""
-    for name, feature in features.items():
-        if isinstance(feature, datasets.ClassLabel):
-            return name, feature.names
-    for name in ("label", "labels"):
-        if name in features and "int" in str(features[name].dtype) and isinstance(dataset, datasets.Dataset):
-            return name, [str(number) for number in range(max(dataset[name], default=-1) + 1)]
-    return None, []
-
-
 def image_batches(
-    found: Images,
+    found: Sample,
     numbers: list[int],
     processor,
     channels: int,
@@ -168,7 +94,7 @@ def image_batches(
     rows = iter(found.rows)
     batches = iter(lambda: list(itertools.islice(rows, batch_size)), [])
     for some in itertools.islice(batches, process, None, processes):
-        values = processor([_picture(row[found.image], channels) for row in some], return_tensors="pt")["pixel_values"]
+        values = processor([decode(row[found.image], channels) for row in some], return_tensors="pt")["pixel_values"]
         labels = None
         if found.label is not None:
             labels = [row[found.label] for row in some]
@@ -176,14 +102,6 @@ def image_batches(
             if labels.max() < 0:
                 raise ValueError(f"data: the column {found.label!r} has no labels, only -1; give another split.")
         yield Batch({"pixel_values": values}, labels=labels, pixels=_pixels(values, processor))
-
-
-def _picture(file: dict, channels: int) -> PIL.Image.Image:
-    try:
-        picture = PIL.Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"])
-        return picture.convert("L" if channels == 1 else "RGB")
-    except OSError as error:
-        raise ValueError(f"data: the image {file['path'] or 'without a name'} cannot be read ({error}).") from error
 
 
 def _pixels(values: torch.Tensor, processor) -> np.ndarray:

@@ -27,10 +27,11 @@ from transformers import (
 
 from laplacian_heads import sources
 from laplacian_heads.eval import geometry_plots, geometry_report
-from laplacian_heads.eval.geometry_inputs import Batch, image_batches, images, sequences, text_batches
+from laplacian_heads.eval.geometry_inputs import Batch, image_batches, sequences, text_batches
 from laplacian_heads.eval.geometry_survey import METRICS, Points, Survey, classifier
 from laplacian_heads.eval.results import results_folder
 from laplacian_heads.files import check_model, make_folder, weights_hash, write
+from laplacian_heads.images import sample
 from laplacian_heads.laplacian import heads_by_layer
 
 POINTS = 2000  # of the scatter plot
@@ -277,7 +278,7 @@ def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no image processor in {name} ({' '.join(str(error).split())[:200]}).") from error
-    found = images(recipe.data, recipe.sequences or IMAGES)
+    found = sample(recipe.data, recipe.sequences or IMAGES)
     known = {label: number for number, label in (model.config.id2label or {}).items()}
     # Names that a config makes up, LABEL_0 and so on, say nothing.
     unnamed = all(str(label).startswith("LABEL_") for label in known) and len(known) == len(found.names)

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_processes import launched
 
-from laplacian_heads import laplacianize, recipes
+from laplacian_heads import images, laplacianize, recipes
 from laplacian_heads.eval import geometry_inputs, geometry_survey, measure
 from laplacian_heads.eval.geometry import Groups, NearestMean, collapse
 from laplacian_heads.eval.geometry_survey import Survey, look
@@ -196,8 +196,8 @@ def test_layers_of_a_model_of_images_have_the_direct_figures(folder, name):
     asked = recipe(folder, name, data=str(folder / "pictures"), metrics=ALL[:5] + ["nearest_mean"], layers=[1, -1])
     found, points = measure._measured(str(folder / name), measure._config(str(folder / name), asked), asked)
     layers = found["layers"]
-    images = sum(len(list((folder / "pictures" / colour).iterdir())) for colour in COLOURS)
-    assert (found["sequences"], found["classes_are"]) == (images, "labels")
+    count = sum(len(list((folder / "pictures" / colour).iterdir())) for colour in COLOURS)
+    assert (found["sequences"], found["classes_are"]) == (count, "labels")
 
     kind = transformers.AutoModel if name == "backbone" else transformers.AutoModelForImageClassification
     model = kind.from_pretrained(folder / name)
@@ -524,9 +524,9 @@ def test_saved_datasets_are_read(folder, tmp_path, kind):
 
 def test_processes_decode_their_own_pictures(folder, monkeypatch):
     decoded = []
-    picture = geometry_inputs._picture
-    monkeypatch.setattr(geometry_inputs, "_picture", lambda *given: (decoded.append(1), picture(*given))[1])
-    found = geometry_inputs.images(str(folder / "pictures"), 11)
+    decode = geometry_inputs.decode
+    monkeypatch.setattr(geometry_inputs, "decode", lambda *given: (decoded.append(1), decode(*given))[1])
+    found = images.sample(str(folder / "pictures"), 11)
     processor = transformers.AutoImageProcessor.from_pretrained(folder / "vit")
     whole = list(geometry_inputs.image_batches(found, [0, 1, 2], processor, 3, 2))
     assert [len(batch.labels) for batch in whole] == [2, 2, 2, 2, 2, 1]
