@@ -221,8 +221,10 @@ class LaplaceViTConfig(_LaplaceConfig, BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} is {size}, allowed is an integer or [height, width].")
             if not isinstance(size, int):
                 setattr(self, name, list(size))  # as JSON has them
+        if min(pair(self.patch_size)) < 1:
+            raise ValueError(f"patch_size is {self.patch_size}, allowed are integers of at least 1.")
         for image, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
-            if patch < 1 or image < 1 or image % patch:
+            if image < 1 or image % patch:
                 raise ValueError(
                     f"image_size is {self.image_size}, allowed are multiples of patch_size, {self.patch_size}."
                 )

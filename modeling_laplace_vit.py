@@ -92,7 +92,12 @@ class LaplaceViTEmbeddings(nn.Module):
         if bool_masked_pos is not None:
             if self.mask_token is None:
                 raise ValueError("bool_masked_pos is given, allowed only with use_mask_token=True in the config.")
-            patches = torch.where(bool_masked_pos[..., None], self.mask_token.to(patches.dtype), patches)
+            if bool_masked_pos.shape != patches.shape[:2]:
+                raise ValueError(
+                    f"bool_masked_pos is {tuple(bool_masked_pos.shape)}, allowed is (batch, patches), "
+                    f"{tuple(patches.shape[:2])}."
+                )
+            patches = torch.where(bool_masked_pos.bool()[..., None], self.mask_token.to(patches.dtype), patches)
         sizes = zip(pixel_values.shape[2:], self.patch_embeddings.patch_size, strict=True)
         grid = tuple(image // patch for image, patch in sizes)
         if grid != self.grid and not interpolate_pos_encoding:
@@ -102,7 +107,7 @@ class LaplaceViTEmbeddings(nn.Module):
                 f"interpolate_pos_encoding is image_size, {height} x {width}."
             )
         patches = patches + self.positions(*grid)
-        return self.dropout(torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1))
+        return self.dropout(torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1))
 
 
 class LaplaceViTAttention(ViTAttention):
@@ -170,7 +175,7 @@ class LaplaceViTDropPath(nn.Module):
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         if not self.training or self.rate == 0:
             return branch
-        kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.rate
+        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
         return branch * (kept / (1 - self.rate)).to(branch.dtype)
 
 
@@ -235,6 +240,25 @@ class LaplaceViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, LaplaceViTLayerScale):
             init.constant_(module.lambda1, self.config.layer_scale_init_value)
 
+    def resize_position_embeddings(self, image_size: int | list[int] | tuple[int, int]) -> None:
+        """Make another size of images the model's own, in place: the position embeddings are interpolated for good.
+
+        Args:
+            image_size: height and width, or [height, width], multiples of the patch.
+        """
+        embeddings = self.base_model.embeddings
+        sizes = zip(pair(image_size), embeddings.patch_embeddings.patch_size, strict=True)
+        if any(image < 1 or image % patch for image, patch in sizes):
+            raise ValueError(
+                f"image_size is {image_size}, allowed are multiples of patch_size, {self.config.patch_size}."
+            )
+        height, width = embeddings.patch_embeddings.patch_size
+        grid = pair(image_size)[0] // height, pair(image_size)[1] // width
+        with torch.no_grad():
+            embeddings.position_embeddings = nn.Parameter(embeddings.positions(*grid).clone())
+        embeddings.grid = grid
+        self.config.image_size = image_size if isinstance(image_size, int) else list(image_size)
+
 
 class LaplaceViTModel(LaplaceViTPreTrainedModel):
     """The transformer without a head."""
@@ -289,6 +313,9 @@ class LaplaceViTForImageClassification(LaplaceViTPreTrainedModel):
     """LaplaceViT with a classifier on CLS."""
 
     _auto_class = "AutoModelForImageClassification"
+    # The losses are means over the batch. Trainer takes them for sums over num_items_in_batch otherwise, and multiplies
+    # them by the number of processes and of accumulated batches.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: LaplaceViTConfig):
         super().__init__(config)
@@ -319,7 +346,8 @@ class LaplaceViTForImageClassification(LaplaceViTPreTrainedModel):
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            # The loss writes problem_type into the config, and classes could not follow on mixed labels.
+            loss = self.loss_function(labels, logits, copy.copy(self.config), **kwargs)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -365,7 +393,7 @@ class LaplaceViTForMaskedImageModeling(LaplaceViTPreTrainedModel):
         reconstruction = pixels.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
         loss = None
         if bool_masked_pos is not None:
-            mask = bool_masked_pos.unflatten(1, (1, rows, columns))
+            mask = bool_masked_pos.bool().unflatten(1, (1, rows, columns))
             mask = mask.repeat_interleave(height, 2).repeat_interleave(width, 3)
             error = (reconstruction - pixel_values).abs() * mask
             loss = error.sum() / (mask.sum() * channels).clamp(min=1)

@@ -1,11 +1,20 @@
 """What the tests compare with: Laplacian heads written out naively, and parameters in which no head can hide."""
 
+import functools
+
 import torch
 from transformers import NanoChatConfig, NanoChatForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM
+from laplacian_heads import (
+    LaplaceGPTConfig,
+    LaplaceGPTForCausalLM,
+    LaplaceViTConfig,
+    LaplaceViTForImageClassification,
+)
+from laplacian_heads.configuration import pair
+from laplacian_heads.laplacian import heads_by_layer
 
 
 def redraw(model, seed=0, std=0.2):
@@ -78,3 +87,83 @@ def plain_nanochat(model):
     plain = NanoChatForCausalLM(NanoChatConfig(**fields))
     plain.load_state_dict(model.state_dict())
     return plain.to(model.dtype).train(model.training)
+
+
+def tiny_vit(model_class=LaplaceViTForImageClassification, **fields):
+    """A small LaplaceViT with random parameters, in evaluation mode."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    return redraw(model_class(LaplaceViTConfig(**{**small, "num_labels": 5, **fields}))).eval()
+
+
+TIMM_NAMES = {
+    "vit.embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "vit.embeddings.cls_token": "cls_token",
+    "vit.embeddings.position_embeddings": "pos_embed",
+    "vit.layernorm": "norm",
+    "vit.layers": "blocks",
+    "classifier": "head",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "attention.o_proj": "attn.proj",
+    "attention.q_norm": "attn.q_norm",
+    "attention.k_norm": "attn.k_norm",
+    "layer_scale_attention.lambda1": "ls1.gamma",
+    "layer_scale_mlp.lambda1": "ls2.gamma",
+}
+
+
+def of_timm(name, tensors):
+    """The tensor of a LaplaceViT's parameter among those of timm, which has q, k and v in one."""
+    for ours, theirs in TIMM_NAMES.items():
+        name = name.replace(ours, theirs)
+    for third, part in enumerate("qkv"):
+        if f"attention.{part}_proj" in name:
+            return tensors[name.replace(f"attention.{part}_proj", "attn.qkv")].chunk(3)[third]
+    return tensors[name]
+
+
+def timm_vit(model):
+    """timm's deit3 with the fields and the weights of a LaplaceViT that classifies, but for its Laplacian heads."""
+    # Not above: every test imports this file, few need timm.
+    from timm.models.vision_transformer import VisionTransformer
+
+    config = model.config
+    plain = VisionTransformer(
+        img_size=pair(config.image_size),
+        patch_size=pair(config.patch_size),
+        in_chans=config.num_channels,
+        num_classes=config.num_labels,
+        embed_dim=config.hidden_size,
+        depth=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        mlp_ratio=config.intermediate_size / config.hidden_size,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        init_values=config.layer_scale_init_value,
+        attn_drop_rate=config.attention_probs_dropout_prob,
+        norm_layer=functools.partial(torch.nn.LayerNorm, eps=config.layer_norm_eps),
+        no_embed_class=True,
+        dynamic_img_size=True,
+    ).to(model.dtype)
+    with torch.no_grad():
+        theirs = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            of_timm(name, theirs).copy_(parameter)
+    return plain.train(model.training)
+
+
+def naive_vit(model):
+    """`timm_vit` that computes the Laplacian heads of a LaplaceViT the slow way."""
+    plain, config = timm_vit(model), model.config
+    layout = heads_by_layer(config.laplacian_heads, [config.num_attention_heads] * config.num_hidden_layers)
+    for block, heads in zip(plain.blocks, layout, strict=True):
+        block.attn.naive_heads = heads, config.laplacian_share
+        block.attn.forward = functools.partial(_naive_timm_attention, block.attn)
+    return plain
+
+
+def _naive_timm_attention(module, hidden_states, **_):
+    query, key, value = module.qkv(hidden_states).unflatten(2, (3, module.num_heads, -1)).transpose(1, 3).unbind(2)
+    query, key = module.q_norm(query), module.k_norm(key)
+    output, module.naive_p = naive_attention(module, query, key, value, dropout=module.attn_drop.p)
+    return module.proj(output.flatten(2))
