@@ -779,7 +779,8 @@ def test_wrong_keys_and_folders(tmp_path, encoding):
     (tmp_path / "other/config.json").write_text('{"model_type": "gpt2"}')
     out = tmp_path / "out"
     for source, output, keys, said in (
-        ("d3", out, {"to": "timm"}, "to is 'timm', allowed are laplace_gpt, nanochat, transformers"),
+        ("d3", out, {"to": "gguf"}, "to is 'gguf', allowed are null, laplace_gpt, laplace_vit, nanochat, timm, transf"),
+        ("d3", out, {"to": "timm"}, "d3 is nanochat; allowed are laplace_gpt and transformers"),
         ("d3", out, {"step": -1}, "step is -1"),
         ("d3", out, {"step": 3}, "step is 3, allowed are those in"),
         ("d3", out, {"source": None}, "source is None"),
@@ -792,7 +793,7 @@ def test_wrong_keys_and_folders(tmp_path, encoding):
         ("d3", tmp_path / "d3", {}, "holds files"),
         ("nowhere", out, {}, "there is no folder"),
         ("empty", out, {}, "has neither config.json nor model_<step>.pt"),
-        ("other", out, {}, "is a gpt2, allowed are laplace_gpt and nanochat"),
+        ("other", out, {}, "is a gpt2, allowed are laplace_gpt, nanochat"),
         ("theirs", out, {"laplacian_heads": 1}, "laplacian_heads is 1, allowed is null"),
         ("theirs", out, {"step": 1}, "step is 1, allowed is null"),
         ("theirs", out, {"to": "nanochat"}, "intermediate_size is 48, allowed for nanochat is 128"),
