@@ -1,4 +1,4 @@
-"""A trained LaplaceGPT as a repository on the Hub: stage a folder, load it in a fresh process, upload it.
+"""A trained LaplaceGPT or LaplaceViT as a repository on the Hub: stage a folder, load it in a fresh process, upload it.
 
 `laplacian-heads upload RUN OWNER/NAME`, the same as `python hub_upload.py RUN OWNER/NAME`.
 """
@@ -19,17 +19,23 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+import transformers
 from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from PIL import Image
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from laplacian_heads import laplacian, model_card
-from laplacian_heads.configuration import LaplaceGPTConfig
+from laplacian_heads.configuration import LaplaceGPTConfig, LaplaceViTConfig
 from laplacian_heads.files import read_json, weights_hash
 
 ROOT = Path(laplacian.__file__).parent
-CODE = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py")
+# The Auto classes that give back what is published: those of which there is a card.
+PUBLISHED = {
+    LaplaceGPTConfig: ["AutoModelForCausalLM"],
+    LaplaceViTConfig: ["AutoModelForImageClassification", "AutoModel", "AutoModelForMaskedImageModeling"],
+}
 MEASURED = ("results.json", "eval.json", "geometry.json", "*.png")  # copied from the run where it is
 REPORT = "geometry"  # the one folder in a repository, with the Markdown and the pictures of a run's report
 SHARD = "2GB"  # of the weights, at most; a broken transfer begins again with a shard
@@ -52,30 +58,50 @@ CLIENTS = ("httpx", "httpcore", "requests")
 FRESH_PROCESS = """
 import contextlib, io, sys
 sys.modules["laplacian_heads"] = None
-import json, torch
+import huggingface_hub, json, torch, transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-folder, expected, threads, snippets, *clients = sys.argv[1:]
+folder, expected, auto_class, threads, snippets, *clients = sys.argv[1:]
 torch.set_num_threads(int(threads))
 expected = load_file(expected)
-config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
 with torch.no_grad():
-    logits = model(expected["ids"]).logits
-generated = model.generate(expected["ids"][:1, :4], max_new_tokens=4, min_new_tokens=4, do_sample=False)
-message = {"role": "user", "content": "Hello"}
-chat = tokenizer.chat_template and tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    output = model(expected["input"])[0]
 found = {
     "code": [type(thing).__module__.split(".")[0] for thing in (config, model)],
-    "equal": torch.equal(logits, expected["logits"]),
-    "generated": generated.shape[1] - 4,
-    "tokens": len(tokenizer),
-    "chat": chat,
+    "equal": torch.equal(output, expected["output"]),
     "snippets": {},
 }
+if "picture" in expected:
+    from PIL import Image
+    picture = Image.fromarray(expected["picture"].numpy())
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    if not torch.equal(processor(picture, return_tensors="pt")["pixel_values"], expected["input"]):
+        raise ValueError("the staged image processor makes other pixel_values than the run's")
+    lines = ["AutoImageProcessor loads what makes the same pixel_values of a picture, bit for bit"]
+    if auto_class == "AutoModelForImageClassification":
+        classify = transformers.pipeline("image-classification", model=folder, trust_remote_code=True)
+        names = [answer["label"] for answer in classify(picture, top_k=config.num_labels)]
+        if sorted(names) != sorted(config.id2label.values()):
+            raise ValueError(f"the pipeline answers with {names}, allowed are the names of id2label")
+        lines.append(f"the pipeline image-classification answers with the names of {len(names):,} classes")
+else:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    generated = model.generate(expected["input"][:1, :4], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    lines = [
+        "AutoTokenizer loads its tokenizer with trust_remote_code=True",
+        f"it generates: {generated.shape[1] - 4} tokens; its tokenizer has {len(tokenizer):,} entries",
+    ]
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": "Hello"}]
+        chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        lines.append(f"its chat template renders: {chat}")
+found["lines"] = lines
 del model
+# AutoBackbone takes repositories of the Hub only, which the folder is to be.
+exists = huggingface_hub.HfApi.repo_exists
+huggingface_hub.HfApi.repo_exists = lambda api, repo, **given: repo == folder or exists(api, repo, **given)
 for name, code in json.loads(snippets).items() if found["equal"] else ():
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -130,8 +156,8 @@ def upload(recipe: UploadRecipe, dry_run: bool = False) -> None:
     that was interrupted is finished by the same call, which does not send again what the Hub has.
 
     Raises:
-        ValueError: the run is no LaplaceGPT, has something that must not be uploaded, or fails where it is verified;
-            the token may not write; or the repository holds something else.
+        ValueError: the run is no LaplaceGPT or LaplaceViT, has something that must not be uploaded, or fails where it
+            is verified; the token may not write; or the repository holds something else.
         OSError: a file cannot be read or written, or the Hub cannot be reached.
     """
     run = Path(recipe.model).expanduser()
@@ -232,38 +258,34 @@ def stage(run: Path, folder: Path, recipe: UploadRecipe, expected: Path) -> str:
         run: the run's folder.
         folder: the folder to write, not there yet.
         recipe: of the repository, its tag and twin.
-        expected: the file to write random token ids and the model's logits for them to, for `verify`.
+        expected: the file to write for `verify`: safetensors with the model's "input", random token ids or the
+            pixel_values of a random "picture", (height, width, 3) in uint8, and its "output" for that.
 
     Returns:
         The tag that the card's code is pinned to: the recipe's, or one made of the contents.
 
     Raises:
-        ValueError: the run is no LaplaceGPT, its weights are not all there and finite, or its tokenizer is larger than
-            its embedding.
+        ValueError: the run is no LaplaceGPT or LaplaceViT of a class that is published, its weights are not all there
+            and finite, its tokenizer is larger than its embedding, or it has no image processor.
     """
     config = AutoConfig.from_pretrained(run)
-    if not isinstance(config, LaplaceGPTConfig):
-        raise ValueError(f"{run} is a {config.model_type}, allowed is a LaplaceGPT; for others use push_to_hub.")
-    model, loading = AutoModelForCausalLM.from_pretrained(run, dtype="auto", output_loading_info=True)
+    if type(config) not in PUBLISHED:
+        raise ValueError(
+            f"{run} is a {config.model_type}, allowed is a LaplaceGPT or a LaplaceViT; for others use push_to_hub."
+        )
+    auto_class = getattr(transformers, _auto_class(run, config))
+    model, loading = auto_class.from_pretrained(run, dtype="auto", output_loading_info=True)
     for name in sorted(loading["missing_keys"]) + sorted(loading["mismatched_keys"]):
         raise ValueError(f"The weight {name} of {run} is missing or of another shape; it is not uploaded.")
     model.eval()
-    tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=False)
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise ValueError(f"The weight {name} of {run} is not finite everywhere; it is not uploaded.")
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer of {run} has {len(tokenizer)} entries, allowed are at most {config.vocab_size}, the rows "
-            "of the model's embedding."
-        )
-
-    length = min(64, config.max_position_embeddings)
-    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    preparation, example = (_text if isinstance(config, LaplaceGPTConfig) else _picture)(run, config)
     with torch.no_grad():
-        save_file({"ids": ids, "logits": model(ids).logits.contiguous()}, expected)
+        save_file({**example, "output": model(example["input"])[0].contiguous()}, expected)
     model.save_pretrained(folder, max_shard_size=SHARD)
-    tokenizer.save_pretrained(folder)
+    preparation.save_pretrained(folder)
     for pattern in MEASURED:
         for file in run.glob(pattern):
             shutil.copyfile(file, folder / file.name)
@@ -288,6 +310,42 @@ def stage(run: Path, folder: Path, recipe: UploadRecipe, expected: Path) -> str:
     return tag
 
 
+def _auto_class(folder: Path, config: LaplaceGPTConfig | LaplaceViTConfig) -> str:
+    """The Auto class that gives the class back which a folder was saved from."""
+    allowed = {config.auto_classes[name].rpartition(".")[2]: name for name in PUBLISHED[type(config)]}
+    saved = (config.architectures or [None])[0]
+    if saved not in allowed:
+        raise ValueError(
+            f"{folder} is a {config.model_type} of the class {saved}, allowed are {', '.join(allowed)}; for others use "
+            "push_to_hub."
+        )
+    return allowed[saved]
+
+
+def _text(run: Path, config: LaplaceGPTConfig) -> tuple:
+    """A run's tokenizer, and random token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=False)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer of {run} has {len(tokenizer)} entries, allowed are at most {config.vocab_size}, the rows "
+            "of the model's embedding."
+        )
+    length = min(64, config.max_position_embeddings)
+    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    return tokenizer, {"input": ids}
+
+
+def _picture(run: Path, config: LaplaceViTConfig) -> tuple:
+    """A run's image processor, and a random picture with what it makes of it."""
+    if not (run / "preprocessor_config.json").is_file():
+        raise ValueError(f"{run} has no preprocessor_config.json, allowed is a run with its image processor.")
+    processor = AutoImageProcessor.from_pretrained(run, trust_remote_code=False)
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randint(256, (240, 320, config.num_channels), dtype=torch.uint8, generator=generator)
+    pixels = processor(Image.fromarray(picture.numpy()), return_tensors="pt")["pixel_values"]
+    return processor, {"picture": picture, "input": pixels}
+
+
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of each file of a folder, by its path in it."""
     found = {}
@@ -303,7 +361,7 @@ def verify(folder: Path, expected: Path) -> list[str]:
 
     Args:
         folder: the staged folder.
-        expected: safetensors with token "ids" (rows, tokens) and the source model's "logits" for them.
+        expected: what `stage` wrote of the run's model.
 
     Returns:
         What was verified, a line each.
@@ -320,19 +378,22 @@ def verify(folder: Path, expected: Path) -> list[str]:
         for what, pattern in SECRETS.items():
             if re.search(pattern, _words(file)):
                 raise ValueError(f"{name} has in it what looks like {what}; it is not uploaded.")
-    for name in CODE:
+    config = AutoConfig.from_pretrained(folder)
+    code_files = ("laplacian.py", "configuration.py", f"modeling_{config.model_type}.py")
+    for name in code_files:
         if not (folder / name).exists() or (folder / name).read_bytes() != (ROOT / name).read_bytes():
             raise ValueError(f"The staged {name} is not the file of this package.")
-    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") != LaplaceGPTConfig.auto_classes:
+    if read_json(folder / "config.json").get("auto_map") != config.auto_classes:
         raise ValueError("The staged config.json does not name the code of every Auto class.")
 
+    auto_class = _auto_class(folder, config)
     card = (folder / "README.md").read_text(encoding="utf-8")
     snippets = dict(re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)\n```", card, re.MULTILINE | re.DOTALL))
     local = {name: _local(code, folder) for name, code in snippets.items()}
     with tempfile.TemporaryDirectory() as empty:
         env = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "PYTHONPATH")}
         env |= {"HF_MODULES_CACHE": str(Path(empty, "modules")), "TOKENIZERS_PARALLELISM": "0"}
-        arguments = map(str, (folder.resolve(), expected, torch.get_num_threads(), json.dumps(local)))
+        arguments = map(str, (folder.resolve(), expected, auto_class, torch.get_num_threads(), json.dumps(local)))
         result = subprocess.run(
             [sys.executable, "-c", FRESH_PROCESS, *arguments, *CLIENTS],
             cwd=empty,
@@ -348,20 +409,18 @@ def verify(folder: Path, expected: Path) -> list[str]:
     if set(found["code"]) != {"transformers_modules"}:
         raise ValueError(f"The fresh process did not run the staged code but {found['code']}.")
     if not found["equal"]:
-        raise ValueError("The staged model gives other logits than the run's.")
+        raise ValueError("The staged model gives other outputs than the run's.")
     for name, how in found["snippets"].items():
         if how.startswith("fails"):
             raise ValueError(f"The card's code to {name[0].lower()}{name[1:]} {how}")
-    lines = [
-        f"code equal to this package's: {', '.join(CODE)}",
-        "AutoConfig, AutoModelForCausalLM and AutoTokenizer load it with trust_remote_code=True",
-        "its logits for random tokens are those of the run's model, bit for bit",
-        f"it generates: {found['generated']} tokens; its tokenizer has {found['tokens']:,} entries",
+    return [
+        f"code equal to this package's: {', '.join(code_files)}",
+        f"AutoConfig and {auto_class} load it with trust_remote_code=True",
+        "its outputs for random inputs are those of the run's model, bit for bit",
+        *found["lines"],
         *(f"the card's code {how}: {name}" for name, how in found["snippets"].items()),
+        "nothing pickled, no token and no key",
     ]
-    if found["chat"]:
-        lines.append(f"its chat template renders: {found['chat']}")
-    return [*lines, "nothing pickled, no token and no key"]
 
 
 def _words(file: Path) -> bytes:
@@ -416,7 +475,7 @@ def _upload(staging: Path, files: dict[str, str], tag: str, recipe: UploadRecipe
             revision=recipe.revision,
             create_pr=recipe.create_pr,
             parent_commit=head,  # so that nobody else's commit is written over unseen
-            commit_message="Upload LaplaceGPT",
+            commit_message=f"Upload {read_json(staging / 'config.json')['architectures'][0]}",
             delete_patterns=REPLACED,
         )
         oid = commit.oid

@@ -11,19 +11,29 @@ from textwrap import dedent
 import pytest
 import torch
 from datasets import Dataset
+from reference import tiny_vit
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BitImageProcessor,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 from laplacian_heads import (
     LaplaceGPTConfig,
     LaplaceGPTForCausalLM,
     LaplaceGPTForSequenceClassification,
     LaplaceGPTModel,
+    LaplaceViTConfig,
+    LaplaceViTForMaskedImageModeling,
+    LaplaceViTModel,
 )
-from laplacian_heads.configuration import LaplaceGPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ["configuration.py", "laplacian.py", "modeling_laplace_gpt.py"]
+CLASSES = ["tabby cat", "dog", "red fox", "owl", "great white shark"]
 TRAINING_STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}  # Trainer's, not the model's
 
 # Folders, each written in another way, and the Auto class that gives the model back.
@@ -39,6 +49,12 @@ SAVED = {
     "newer": "AutoModelForCausalLM",  # its config has a field of a later version
     "trained": "AutoModelForCausalLM",  # Trainer.save_model
     "trained/checkpoint-1": "AutoModelForCausalLM",
+    "vit": "AutoModelForImageClassification",
+    "vit-base": "AutoModel",
+    "vit-inner": "AutoModel",  # the model inside a LaplaceViTForImageClassification
+    "vit-masked": "AutoModelForMaskedImageModeling",
+    "vit-bfloat16": "AutoModelForImageClassification",
+    "vit-sharded": "AutoModelForImageClassification",
 }
 
 PRELUDE = """
@@ -48,25 +64,32 @@ import torch, transformers
 from safetensors.torch import load_file
 
 root = Path(sys.argv[1])
-ids = load_file(root / "ids.safetensors")["ids"]
+inputs = load_file(root / "inputs.safetensors")
+ids = inputs["input_ids"]
 
 def load(auto_class, path, **kwargs):
     return getattr(transformers, auto_class).from_pretrained(path, trust_remote_code=True, **kwargs)
 
 @torch.no_grad()
 def output(model):
-    outputs = model.eval()(ids)
-    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return model.eval()(inputs[model.main_input_name])[0]
 
 def equal(model, name):
     return torch.equal(output(model), load_file(root / "outputs" / f"{name}.safetensors")["output"])
 """
 
 
+def config_class(folder):
+    return LaplaceViTConfig if folder.startswith("vit") else LaplaceGPTConfig
+
+
+def code_files(folder):
+    return ["configuration.py", "laplacian.py", f"modeling_{config_class(folder).model_type}.py"]
+
+
 @torch.no_grad()
-def write_output(root, name, model, ids):
-    outputs = model.eval()(ids)
-    output = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+def write_output(root, name, model, inputs):
+    output = model.eval()(inputs[model.main_input_name])[0]
     file = root / "outputs" / f"{name}.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({"output": output.contiguous()}, file)
@@ -74,9 +97,13 @@ def write_output(root, name, model, ids):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, tiny, tokenizer, input_ids):
-    """A folder with the folders of SAVED, and in `outputs` what each model gives for `ids.safetensors`."""
+    """A folder with the folders of SAVED, and in `outputs` what each model gives for `inputs.safetensors`."""
     root = tmp_path_factory.mktemp("saved")
-    save_file({"ids": input_ids}, root / "ids.safetensors")
+    sizes = {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16}}
+    processor = BitImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.25] * 3)
+    picture = torch.randint(256, (3, 24, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": input_ids, "picture": picture, **processor(picture, return_tensors="pt")}
+    save_file(inputs, root / "inputs.safetensors")
     causal = tiny()
     models = {
         "causal": causal,
@@ -87,9 +114,17 @@ def saved(tmp_path_factory, tiny, tokenizer, input_ids):
         "sharded": causal,
         "newer": tiny(field_of_a_later_version={"a": [1]}),
     }
+    fields = {"laplacian_heads": [[0, 2], [1, 2, 3]], "id2label": dict(enumerate(CLASSES))}
+    models |= {
+        "vit": tiny_vit(**fields),
+        "vit-base": tiny_vit(LaplaceViTModel, **fields),
+        "vit-masked": tiny_vit(LaplaceViTForMaskedImageModeling, **fields),
+        "vit-bfloat16": tiny_vit(**fields).bfloat16(),
+    }
+    models |= {"vit-inner": models["vit"].vit, "vit-sharded": models["vit"]}
     for name, model in models.items():
-        model.save_pretrained(root / name, max_shard_size="20KB" if name == "sharded" else "5GB")
-        tokenizer.save_pretrained(root / name)
+        model.save_pretrained(root / name, max_shard_size="20KB" if name.endswith("sharded") else "5GB")
+        (processor if name.startswith("vit") else tokenizer).save_pretrained(root / name)
     for dtype in ("bfloat16", "float16"):  # not model.half(), which rounds RoPE's frequencies too
         models[dtype] = LaplaceGPTForCausalLM.from_pretrained(root / "causal", dtype=dtype)
         models[dtype].save_pretrained(root / dtype)
@@ -106,7 +141,7 @@ def saved(tmp_path_factory, tiny, tokenizer, input_ids):
     trainer.save_model()
     models["trained"] = models["trained/checkpoint-1"] = trainer.model
     for name, model in models.items():
-        write_output(root, name, model, input_ids)
+        write_output(root, name, model, inputs)
     return root
 
 
@@ -114,17 +149,23 @@ LOAD_AND_SAVE_AGAIN = """
 source, target, results = root / sys.argv[2], root / sys.argv[3], {}
 for folder, auto_class in json.loads(sys.argv[4]).items():
     model = load(auto_class, source / folder, dtype="auto")
-    tokenizer = load("AutoTokenizer", source / folder)
+    if folder.startswith("vit"):
+        prepare = load("AutoImageProcessor", source / folder)
+        pixels = prepare(inputs["picture"], return_tensors="pt")["pixel_values"]
+        prepared = torch.equal(pixels, inputs["pixel_values"])
+    else:
+        prepare = load("AutoTokenizer", source / folder)
+        prepared = prepare.decode(prepare("The quick brown fox")["input_ids"]) == "The quick brown fox"
     results[folder] = {
         "equal": equal(model, folder),
         "config": type(load("AutoConfig", source / folder)).__name__,
         "model": type(model).__name__,
         "dtype": str(model.dtype),
-        "text": tokenizer.decode(tokenizer("The quick brown fox")["input_ids"]),
+        "prepared": prepared,
         "unknown field": getattr(model.config, "field_of_a_later_version", None),
     }
     model.save_pretrained(target / folder)
-    tokenizer.save_pretrained(target / folder)
+    prepare.save_pretrained(target / folder)
 print(json.dumps(results))
 """
 
@@ -146,26 +187,27 @@ def loaded_again(saved, loaded, module_process):
 def test_folder_loads_without_the_package(folder, times_saved, request):
     found = request.getfixturevalue("loaded" if times_saved == "once" else "loaded_again")[folder]
     assert found["equal"]
-    assert found["config"] == "LaplaceGPTConfig"
-    assert found["model"] == LaplaceGPTConfig.auto_classes[SAVED[folder]].rpartition(".")[2]
-    assert found["dtype"] == (f"torch.{folder}" if "float" in folder else "torch.float32")
-    assert found["text"] == "The quick brown fox"
+    assert found["config"] == config_class(folder).__name__
+    assert found["model"] == config_class(folder).auto_classes[SAVED[folder]].rpartition(".")[2]
+    assert found["dtype"] == (f"torch.{folder.removeprefix('vit-')}" if "float" in folder else "torch.float32")
+    assert found["prepared"]
 
 
 @pytest.mark.parametrize("place", ["", "again"])
 @pytest.mark.parametrize("folder", SAVED)
 def test_folder_holds_the_code_of_the_repository_and_nothing_pickled(folder, place, saved, loaded):
     files = {file.name: file for file in (saved / place / folder).iterdir() if file.is_file()}
-    assert sorted(name for name in files if name.endswith(".py")) == CODE
-    for name in CODE:
+    assert sorted(name for name in files if name.endswith(".py")) == code_files(folder)
+    for name in code_files(folder):
         assert files[name].read_bytes() == (ROOT / name).read_bytes()
-    assert json.loads(files["config.json"].read_text())["auto_map"] == LaplaceGPTConfig.auto_classes
+    assert json.loads(files["config.json"].read_text())["auto_map"] == config_class(folder).auto_classes
     pickled = {name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))}
     assert pickled <= (TRAINING_STATE if "trained" in folder else set())
 
 
-def test_large_model_is_saved_in_shards(saved):
-    assert len(list((saved / "sharded").glob("model-*.safetensors"))) > 1
+@pytest.mark.parametrize("folder", ["sharded", "vit-sharded"])
+def test_large_model_is_saved_in_shards(folder, saved):
+    assert len(list((saved / folder).glob("model-*.safetensors"))) > 1
 
 
 def test_unknown_field_of_a_newer_config_survives(loaded, loaded_again):
@@ -177,15 +219,22 @@ def test_every_head_loads_from_every_folder(saved, module_process):
     code = """
     def sum_of_hidden(auto_class, folder):
         model = load(auto_class, root / folder).eval()
-        return type(model).__name__, model.base_model(ids).last_hidden_state.sum().item()
+        base = model.base_model(inputs[model.main_input_name])
+        return type(model).__name__, base.last_hidden_state.sum().item()
 
-    names = ("AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification")
-    print(json.dumps([[name, *sum_of_hidden(name, folder)] for folder in ("causal", "classifier") for name in names]))
+    found = {}
+    for folder, names in json.loads(sys.argv[2]).items():
+        found[folder] = [sum_of_hidden(name, folder) for name in names]
+    print(json.dumps(found))
     """
-    found = json.loads(module_process(PRELUDE + dedent(code), saved))
-    assert len({hidden for *_, hidden in found}) == 1
-    for auto_class, model_class, _ in found:
-        assert model_class == LaplaceGPTConfig.auto_classes[auto_class].rpartition(".")[2]
+    text = ["AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"]
+    images = ["AutoModelForImageClassification", "AutoModel", "AutoModelForMaskedImageModeling"]
+    heads = {"causal": text, "classifier": text, "vit": images, "vit-masked": images}
+    found = json.loads(module_process(PRELUDE + dedent(code), saved, json.dumps(heads)))
+    for folder, of_folder in found.items():
+        assert len({hidden for _, hidden in of_folder}) == 1
+        for auto_class, (model_class, _) in zip(heads[folder], of_folder, strict=True):
+            assert model_class == config_class(folder).auto_classes[auto_class].rpartition(".")[2]
 
 
 def test_copies_of_the_code_live_in_one_process_with_the_package(saved, loaded, module_process):
@@ -256,11 +305,14 @@ def test_adapter_is_trained_saved_loaded_and_merged_without_the_package(saved, l
 
 @pytest.fixture(scope="module")
 def pushed(hub, saved, tmp_path_factory, module_process):
-    """Repositories on the Hub: `pushed` with two commits, `trained`; returns the first commit's id."""
+    """Repositories on the Hub: `pushed` with two commits, `trained`, `vit`; returns the first commit's id."""
     code = """
     from datasets import Dataset
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
-    from laplacian_heads import LaplaceGPTForCausalLM
+    from laplacian_heads import LaplaceGPTForCausalLM, LaplaceViTForImageClassification
+
+    LaplaceViTForImageClassification.from_pretrained(root / "vit").push_to_hub("tester/vit")
+    load("AutoImageProcessor", root / "vit").push_to_hub("tester/vit")
 
     tokenizer = load("AutoTokenizer", root / "causal")
     first = LaplaceGPTForCausalLM.from_pretrained(root / "causal").push_to_hub("tester/pushed").oid
@@ -299,15 +351,31 @@ def downloaded(hub, saved, pushed, module_process):
     model.push_to_hub("tester/copy")
     tokenizer.push_to_hub("tester/copy")
     model.save_pretrained(root / "downloaded")
+
+    vit = load("AutoModelForImageClassification", "tester/vit")
+    results["vit"] = [equal(vit, "vit"), type(vit).__module__]
+    picture = transformers.image_transforms.to_pil_image(inputs["picture"])
+    classify = transformers.pipeline("image-classification", model="tester/vit", trust_remote_code=True)
+    results["classes"] = [answer["label"] for answer in classify(picture)]
+    # AutoBackbone takes repositories of the Hub only, and no folders
+    backbone = load("AutoBackbone", "tester/vit", out_features=["stage1", "stage2"])
+    hidden = load("AutoModel", "tester/vit")(inputs["pixel_values"]).last_hidden_state
+    maps = backbone(inputs["pixel_values"]).feature_maps
+    results["backbone"] = [torch.equal(maps[-1].flatten(2), hidden[:, 1:].transpose(1, 2)), type(backbone).__module__]
+    results["maps"] = [list(each.shape) for each in maps]
     print(json.dumps(results))
     """
     return json.loads(module_process(PRELUDE + dedent(code), saved, pushed, env=hub.env).splitlines()[-1])
 
 
 def test_hub_gives_every_revision_back(downloaded, pushed):
-    assert downloaded.pop("text") == "The quick brown fox"
-    assert all(equal for equal, _ in downloaded.values()), downloaded
-    modules = {name: module.split(".") for name, (_, module) in downloaded.items()}
+    found = dict(downloaded)
+    assert found.pop("text") == "The quick brown fox"
+    assert sorted(found.pop("classes")) == sorted(CLASSES)
+    assert found.pop("maps") == [[1, 32, 4, 4]] * 2
+    assert all(equal for equal, _ in found.values()), found
+    modules = {name: module.split(".") for name, (_, module) in found.items()}
+    assert {module[0] for module in modules.values()} == {"transformers_modules"}
     assert pushed in modules["pushed causal"], "the code is that of the revision asked for"
 
 
@@ -323,7 +391,7 @@ def test_copy_of_a_repository_does_not_point_back_to_it(downloaded, hub, saved, 
     assert module_process(PRELUDE + dedent(code), saved, env=env).split() == ["True", "True", "300"]
     for folder in (hub.files("tester/copy"), saved / "downloaded"):
         assert json.loads((folder / "config.json").read_text())["auto_map"] == LaplaceGPTConfig.auto_classes
-        for name in CODE:
+        for name in code_files("causal"):
             assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
 
 

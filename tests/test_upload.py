@@ -263,7 +263,7 @@ def break_snippet(folder):
     [
         (change_code, "laplacian.py is not the file of this package"),
         (remove_code, "configuration.py is not the file of this package"),
-        (change_weights, "gives other logits"),
+        (change_weights, "gives other outputs"),
         (change_auto_map, "does not name the code of every Auto class"),
         (break_template, "fails in a fresh process: .*broken"),
         (add_pickle, r"optimizer.pt is staged, allowed are .*\.safetensors"),
