@@ -32,6 +32,10 @@ VERBS = {
         *("train.sft", "sft", "SFTRecipe", "train", "recipe", "gpt_tiny_sft"),
         "fine-tune a LaplaceGPT on what the assistant says in conversations",
     ),
+    "classify": (
+        *("train.classify", "classify", "ClassifyRecipe", "vision", "recipe", "vit_tiny_digits"),
+        "train a LaplaceViT to classify images",
+    ),
     "eval": ("eval.evaluate", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
     "geometry": (
         *("eval.measure", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
@@ -119,7 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _others(verb: str, default: str) -> str:
-    names = [path.stem for path in sorted(recipes.SHIPPED.glob(f"*_{verb}.yaml")) if path.stem != default]
+    # Those of image classifiers are named after their data.
+    pattern = "vit_*.yaml" if verb == "classify" else f"*_{verb}.yaml"
+    names = [path.stem for path in sorted(recipes.SHIPPED.glob(pattern)) if path.stem != default]
     return f"other shipped recipes: {', '.join(names)}\n\n" if names else ""
 
 

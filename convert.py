@@ -4,14 +4,11 @@ import contextlib
 import copy
 import dataclasses
 import json
-import pickle
-import re
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
     NanoChatConfig,
@@ -42,19 +39,17 @@ from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification, LaplaceViTModel
 from laplacian_heads.nanochat import (
     Checkpoint,
-    build,
-    check_loaded,
     checkpoint_steps,
     from_nanochat,
     model_of,
     nanochat_config,
     nanochat_weights,
     read_checkpoint,
-    same_bits,
     to_nanochat,
     tokenizer_from_nanochat,
     tokenizer_to_nanochat,
 )
+from laplacian_heads.weights import build, check_loaded, read, same_bits
 
 CLASSES = {"laplace_gpt": LaplaceGPTForCausalLM, "transformers": NanoChatForCausalLM}
 # What a source is, by the model_type of its config.json.
@@ -209,7 +204,7 @@ def _convert_vision(recipe: ConvertRecipe, kind: str, source: Path, output: Path
         original = timm_model(name if name != recipe.source else f"local-dir:{source}", pretrained=not dry_run)
         model = from_timm(original, heads)
     elif kind == "deit3":
-        weights = deit3_weights(_read_weights(source))
+        weights = deit3_weights(read(source))
         if recipe.laplacian_heads is None and "blocks.0.attn.q_norm.weight" in weights:
             raise ValueError(
                 f"laplacian_heads is null, allowed for {source} is their number: its weights do not tell it, and have "
@@ -370,21 +365,6 @@ def _vision_model(folder: Path):
         raise ValueError(f"source: {folder} is a {names[0]} by its config.json, allowed are {allowed}.")
     model_class = VISION_CLASSES[names[0]]
     return _pretrained(model_class, folder, **({"add_pooling_layer": False} if model_class is ViTModel else {}))
-
-
-def _read_weights(path: Path) -> dict:
-    """The content of a file of safetensors or of torch.save, of which no code is run."""
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damage shows in many ways, none with a class of its own
-        asked = re.search(r"(?:GLOBAL|[Ff]unction|class) ([\w.]+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and asked:
-            raise ValueError(
-                f"{path} asks for {asked[1]}, code that weights do not need; nothing of it was run."
-            ) from None
-        raise ValueError(f"{path} is no file of weights as safetensors or torch.save write them.") from None
 
 
 def _processor(kind: str, source: Path, original, config) -> dict | None:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from laplacian_heads.configuration import LaplaceViTConfig, pair
 from laplacian_heads.laplacian import heads_by_layer
 from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification, LaplaceViTModel
-from laplacian_heads.nanochat import build
+from laplacian_heads.weights import build
 
 # timm's eps of LayerNorm and initial LayerScale, which no weights tell.
 TIMM_EPS = 1e-6

@@ -24,6 +24,7 @@ from laplacian_heads.configuration import LaplaceGPTConfig
 from laplacian_heads.laplacian import heads_by_layer
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, token_bytes
+from laplacian_heads.weights import build, read, same_bits
 
 SUPPORTED = "supported is nanochat from October 2025 (3a5e0bc) to January 2026 (ae0bf52)"
 # A size in nanochat's meta_<step>.json and the field of our configuration.
@@ -255,17 +256,7 @@ def _read_meta(path: Path, laplacian_heads) -> LaplaceGPTConfig:
 
 def _load_weights(path: Path) -> dict[str, torch.Tensor]:
     """The dict of tensors in a file of torch.save, mapped into memory and not read yet."""
-    if not path.is_file():
-        raise ValueError(f"There is no {path}.")
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # damage shows in many ways, none with a class of its own
-        asked = re.search(r"(?:GLOBAL|[Ff]unction|class) ([\w.]+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and asked:
-            raise ValueError(
-                f"{path} asks for {asked[1]}, code that weights do not need; nothing of it was run."
-            ) from None
-        raise ValueError(f"{path} is no file of weights as torch.save writes them, or is damaged.") from None
+    weights = read(path, mapped=True)
     if not isinstance(weights, dict) or not weights:
         raise ValueError(f"{path} is no state dict: it holds a {type(weights).__name__}.")
     for name, tensor in weights.items():
@@ -332,27 +323,6 @@ def nanochat_weights(model) -> dict[str, torch.Tensor]:
         there: weights[here].detach().cpu().contiguous()
         for there, here in _weight_names(model.config.num_hidden_layers).items()
     }
-
-
-def build(model_class: type, config, weights: dict, dtype: torch.dtype):
-    """A model with these weights. Not through its constructor, which would draw random ones first."""
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-    )
-    check_loaded("The model", info)
-    model.config.name_or_path = ""  # it came from no folder
-    return model
-
-
-def check_loaded(what: str, info: dict) -> None:
-    for problem in ("missing", "unexpected", "mismatched"):
-        if info[f"{problem}_keys"]:
-            raise ValueError(f"{what} has the weight {sorted(info[f'{problem}_keys'], key=str)[0]} {problem}.")
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, the sign of zero included; float32 holds those of every dtype here."""
-    return torch.equal(left.float().view(torch.int32), right.float().view(torch.int32))
 
 
 class _Refused(ValueError):

@@ -16,9 +16,10 @@ from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.eval.geometry import Groups, Similarity, Spectrum, Variance
 from laplacian_heads.eval.geometry_inputs import text_batches
 from laplacian_heads.eval.geometry_survey import Survey
-from laplacian_heads.train import stage
+from laplacian_heads.train import run
 from laplacian_heads.train.geometry import GeometryCallback
 from laplacian_heads.train.pretrain import PretrainRecipe
+from laplacian_heads.train.stage import GEOMETRY_ROWS
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 VOCABULARY, SEQUENCES, TOKENS, ROWS = 8192, 16, 256, 8
@@ -125,14 +126,14 @@ def in_training(steps: int) -> str:
             per_device_train_batch_size=recipe.batch_size,
             gradient_accumulation_steps=recipe.rows_per_step // recipe.batch_size,
             max_steps=steps,
-            bf16=stage.has_bf16(),
+            bf16=run.has_bf16(),
             use_cpu=True,
             report_to="none",
             disable_tqdm=True,
             save_strategy="no",
         )
         trainer = Trainer(LaplaceGPTForCausalLM(recipe.config()), arguments, train_dataset=rows)
-        callback = Timed(trainer, rows[: stage.GEOMETRY_ROWS], steps=2)
+        callback = Timed(trainer, rows[:GEOMETRY_ROWS], steps=2)
         trainer.add_callback(callback)
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from laplacian_heads import recipes, sources
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
-from laplacian_heads.train import stage
+from laplacian_heads.train import run, stage
 from laplacian_heads.train.optimizer import MuonAdamW
 from laplacian_heads.train.pretrain import PretrainRecipe, pretrain
 from laplacian_heads.train.rows import collate_packed, packed
@@ -169,7 +169,7 @@ def loop_times(folder: Path) -> list[float]:
     rows = rows_of(folder / "text.parquet", text)
     model = LaplaceGPTForCausalLM(recipe.config()).train()
     optimizer = MuonAdamW(model, recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=stage.has_bf16())
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=run.has_bf16())
     times = []
     for _ in range(STEPS):
         batch = collate_packed([next(rows) for _ in range(4)])

@@ -396,7 +396,10 @@ def test_possible_losses(arguments):
     [
         (("mse", None, 0.0, 10), "loss is 'mse', allowed are cross_entropy, binary_cross_entropy"),
         (("cross_entropy", 0.0, 0.0, 10), "threshold is 0.0, allowed with the loss cross_entropy is null"),
-        (("binary_cross_entropy", 0.0, 0.1, 10), "threshold is 0.0, allowed is a number above 0.01, the target that label_smo"),
+        (
+            ("binary_cross_entropy", 0.0, 0.1, 10),
+            "threshold is 0.0, allowed is a number above 0.01, the target that label_smo",
+        ),
         (("binary_cross_entropy", 0.01, 0.1, 10), "threshold is 0.01, allowed is a number above 0.01"),
         (("binary_cross_entropy", -0.1, 0.0, 10), "threshold is -0.1, allowed is a number at least 0 and below 1"),
         (("binary_cross_entropy", 1.0, 0.0, 10), "threshold is 1.0, allowed is a number at least 0 and below 1"),

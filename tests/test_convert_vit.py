@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from laplacian_heads import LaplaceViTConfig, LaplaceViTForImageClassification, LaplaceViTModel, recipes
+from laplacian_heads import weights as weights_file
 from laplacian_heads.__main__ import main
 from laplacian_heads.convert import (
     ConvertRecipe,
@@ -695,7 +696,6 @@ def test_files_with_code_and_damaged_ones_are_refused(tmp_path):
     for more in (
         Call(os.system, f"touch {canary}"),
         Call(eval, f"open({str(canary)!r}, 'w')"),
-        argparse.Namespace(a=1),
     ):
         torch.save({"model": weights, "more": more}, path)
         assert "code that weights do not need; nothing of it was run" in refusal(run, path, out)
@@ -710,6 +710,9 @@ def test_files_with_code_and_damaged_ones_are_refused(tmp_path):
     assert "timm cannot make the model" in refusal(run, tmp_path / "theirs", out)
     assert not canary.exists()
     assert not out.exists()
+    # What timm's and DeiT's training scripts save beside the weights.
+    torch.save({"state_dict": weights, "args": argparse.Namespace(lr=1e-3)}, path)
+    assert weights_file.read(path)["args"].lr == 1e-3
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_batch_depends_on_its_number_alone():
 @pytest.mark.parametrize(
     ("images", "step", "batch_size", "words"),
     [
-        (15, 16, 4, "images_per_step is 16, allowed is at most the number of images, 15"),
+        (15, 16, 4, "images_per_step is 16, allowed is at most 15, the number of images"),
         (100, 16, 5, "images_per_step is 16, allowed are multiples of batch_size, 5"),
     ],
 )

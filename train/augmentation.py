@@ -57,8 +57,8 @@ def transform(
         raise ValueError(f"crop is {crop!r}, allowed are {', '.join(CROPS)}.")
     if auto_augment not in (None, "3a") and not RAND_AUGMENT.fullmatch(auto_augment):
         raise ValueError(
-            f"auto_augment is {auto_augment!r}, allowed are null, 3a, or rand followed by any of -mN, -nN, -pX, -mstdX, "
-            "-mmaxN and -inc1, such as rand-m9-mstd0.5-inc1."
+            f"auto_augment is {auto_augment!r}, allowed are null, 3a, or rand followed by any of -mN, -nN, -pX, "
+            "-mstdX, -mmaxN and -inc1, such as rand-m9-mstd0.5-inc1."
         )
     steps = create_transform(
         image_size,

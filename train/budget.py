@@ -1,15 +1,18 @@
-"""What a run needs: parameters, tokens, FLOPs, memory and hours, known before it starts."""
+"""What a run needs: parameters, tokens or images, FLOPs, memory and hours, known before it starts."""
 
 import platform
 import time
+from collections.abc import Callable
 
 import torch
 import yaml
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from laplacian_heads.configuration import LaplaceGPTConfig
+from laplacian_heads.configuration import LaplaceGPTConfig, LaplaceViTConfig, pair
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
+from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification
 from laplacian_heads.recipes import SHIPPED
 
 H100_FLOPS = 989e12  # dense bf16 (NVIDIA's data sheet)
@@ -45,15 +48,16 @@ def memory(config: LaplaceGPTConfig, rows: int, bf16: bool, gradient_checkpointi
         model = LaplaceGPTForCausalLM(config)
         embeddings = sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight})
         matrices = model.num_parameters() - embeddings
-        if gradient_checkpointing:
-            # the new name, since transformers 5.24
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        model.train()
-        kept = _kept_bytes(model, rows, bf16)
+        ids = torch.zeros(rows, model.config.max_position_embeddings, dtype=torch.long)
+        kept = _kept_bytes(model, lambda: model(ids, labels=ids), bf16, gradient_checkpointing)
     return matrices * (4 + 4 + 4) + embeddings * (4 + 4 + 8), kept
 
 
-def _kept_bytes(model: PreTrainedModel, rows: int, bf16: bool) -> int:
+def _kept_bytes(model: PreTrainedModel, forward: Callable, bf16: bool, gradient_checkpointing: bool) -> int:
+    if gradient_checkpointing:
+        # the new name, since transformers 5.24
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.train()
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     kept = {}
 
@@ -63,9 +67,8 @@ def _kept_bytes(model: PreTrainedModel, rows: int, bf16: bool) -> int:
             kept[storage._cdata] = storage.nbytes(), storage  # the storage too: a freed one's address is used again
         return tensor
 
-    ids = torch.zeros(rows, model.config.max_position_embeddings, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=bf16):
-        model(ids, labels=ids)
+        forward()
     return sum(size for size, _ in kept.values())
 
 
@@ -114,9 +117,9 @@ def _config_of(model: str) -> LaplaceGPTConfig:
     except (OSError, ValueError) as error:
         for path in SHIPPED.glob("*.yaml"):
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if values.get("output") == model and "model" in values:
+            if values.get("output") == model and values.get("model"):
                 return _config_of(values["model"])
-            if values.get("output") == model and "hidden_size" in values:
+            if values.get("output") == model and "vocab_size" in values and "hidden_size" in values:
                 names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "laplacian_heads")
                 return LaplaceGPTConfig(**{name: values[name] for name in names})
         raise ValueError(f"There is no LaplaceGPT in {model}, on whose size the budget depends.") from error
@@ -130,16 +133,82 @@ def describe(
     flops = flops_per_token(config, config.max_position_embeddings)
     total = flops * steps * per_step
     states, kept = memory(config, rows, bf16, gradient_checkpointing)
+    return _table(
+        {
+            "parameters": f"{parameters(config):,}",
+            "tokens": f"{steps * per_step:,}",
+            "steps": f"{steps:,} of {per_step:,} tokens",
+            "FLOPs": f"{total:.2e}, {flops:.6e} a token",
+            "memory": _memory(states, kept, f"{rows} rows"),
+            "hours": _hours(total, bf16),
+        }
+    )
+
+
+def flops_per_image(config: LaplaceViTConfig) -> int:
+    """FLOPs of forward and backward for one image of the model's size, counted as for a token of a language model."""
+    with torch.device("meta"):
+        model = LaplaceViTForImageClassification(config)
+    blocks, patches = (part.parameters() for part in (model.vit.layers, model.vit.embeddings.patch_embeddings))
+    blocks, patches = (sum(p.numel() for p in part if p.ndim > 1) for part in (blocks, patches))
+    grid = model.vit.embeddings.grid
+    tokens = grid[0] * grid[1] + 1
+    classifier = config.hidden_size * config.num_labels
+    attention = config.num_hidden_layers * config.hidden_size * tokens
+    return 6 * (blocks * tokens + patches * (tokens - 1) + classifier) + 12 * attention * tokens
+
+
+def describe_classifier(
+    config: LaplaceViTConfig,
+    steps: int,
+    images_per_step: int,
+    batch_size: int,
+    bf16: bool,
+    gradient_checkpointing: bool,
+    averaged: bool,
+) -> str:
+    """The budget of an image classifier's run as a table of text.
+
+    Args:
+        batch_size: images that a process computes at a time.
+        averaged: whether an average of the weights is kept.
+    """
+    flops = flops_per_image(config)
+    total = flops * steps * images_per_step
+    with FakeTensorMode(), no_init_weights():  # drawing truncated normals looks at values
+        model = LaplaceViTForImageClassification(config)
+        pixels = torch.zeros(batch_size, config.num_channels, *pair(config.image_size))
+        kept = _kept_bytes(model, lambda: model(pixels), bf16, gradient_checkpointing)
+        count = model.num_parameters()
+    states = count * (4 + 4 + 8 + 4 * averaged)
+    classes = "" if config.num_labels else ", and of the classifier, whose classes are known when the data are there"
+    return _table(
+        {
+            "parameters": f"{count:,}{classes}",
+            "images": f"{steps * images_per_step:,}",
+            "steps": f"{steps:,} of {images_per_step:,} images",
+            "FLOPs": f"{total:.2e}, {flops:.6e} an image",
+            "memory": _memory(states, kept, f"{batch_size} images"),
+            "hours": _hours(total, bf16),
+        }
+    )
+
+
+def _memory(states: int, kept: int, batch: str) -> str:
+    return (
+        f"{states / 1e9:.2g} GB of weights, gradients and optimizer state, and {kept / 1e9:.2g} GB kept for the "
+        f"backward pass of {batch}, in each process"
+    )
+
+
+def _hours(flops: float, bf16: bool) -> str:
     here = matmul_flops(bf16)
-    lines = {
-        "parameters": f"{parameters(config):,}",
-        "tokens": f"{steps * per_step:,}",
-        "steps": f"{steps:,} of {per_step:,} tokens",
-        "FLOPs": f"{total:.2e}, {flops:.6e} a token",
-        "memory": f"{states / 1e9:.2g} GB of weights, gradients and optimizer state, and {kept / 1e9:.2g} GB kept for "
-        f"the backward pass of {rows} rows, in each process",
-        "hours": f"{total / (H100_FLOPS * UTILISATION) / 3600:.2g} H100 hours at {UTILISATION:.0%} of the peak; "
-        f"{total / (here * UTILISATION) / 3600:.2g} hours here, at {UTILISATION:.0%} of {here / 1e12:.2g} TFLOP/s "
-        "measured in matrix products",
-    }
+    return (
+        f"{flops / (H100_FLOPS * UTILISATION) / 3600:.2g} H100 hours at {UTILISATION:.0%} of the peak; "
+        f"{flops / (here * UTILISATION) / 3600:.2g} hours here, at {UTILISATION:.0%} of {here / 1e12:.2g} TFLOP/s "
+        "measured in matrix products"
+    )
+
+
+def _table(lines: dict[str, str]) -> str:
     return "\n".join(f"{name:<11} {value}" for name, value in lines.items())

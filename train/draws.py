@@ -47,7 +47,9 @@ class Draws:
                 f"images_per_step is {images_per_step}, allowed are multiples of batch_size, {batch_size}."
             )
         if images < images_per_step:
-            raise ValueError(f"images_per_step is {images_per_step}, allowed is at most the number of images, {images}.")
+            raise ValueError(
+                f"images_per_step is {images_per_step}, allowed is at most {images}, the number of images."
+            )
         self.images, self.images_per_step, self.repeats, self.seed = images, images_per_step, repeats, seed
         self.batches_per_step = images_per_step // batch_size
         self.steps_per_epoch = images // images_per_step

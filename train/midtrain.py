@@ -7,7 +7,8 @@ from laplacian_heads.train import budget
 from laplacian_heads.train.chat import conversations, encode
 from laplacian_heads.train.recipe import ConversationRecipe, PackedRecipe
 from laplacian_heads.train.rows import collate_packed, held_out_rows, packed
-from laplacian_heads.train.stage import is_finished, load_model, train
+from laplacian_heads.train.run import is_finished
+from laplacian_heads.train.stage import load_model, train
 from laplacian_heads.train.tokenizer import token_bytes
 
 

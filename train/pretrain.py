@@ -13,7 +13,8 @@ from laplacian_heads.train import budget
 from laplacian_heads.train.prepare import check_prepared
 from laplacian_heads.train.recipe import PackedRecipe
 from laplacian_heads.train.rows import collate_packed, held_out_rows, packed
-from laplacian_heads.train.stage import is_finished, load_tokenizer, train
+from laplacian_heads.train.run import is_finished
+from laplacian_heads.train.stage import load_tokenizer, train
 from laplacian_heads.train.streams import DocumentStream, Stream, dealt_out, text_or_tokens
 from laplacian_heads.train.tokenizer import token_bytes
 

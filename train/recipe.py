@@ -13,24 +13,14 @@ REPORTS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclasses.dataclass(kw_only=True)
-class StageRecipe:
-    """Keys that pretraining, mid-training and SFT share; the shipped recipes say what they mean."""
+class RunRecipe:
+    """Keys that all recipes for training share; the shipped ones say what they mean."""
 
     output: str
     seed: int
-    streams: int
     workers: int
-    shuffle_shards: int
     on_bad_data: str
-    context: int
-    rows_per_step: int
     batch_size: int
-    matrix_lr: float
-    embedding_lr: float
-    head_lr: float
-    momentum_warmup_steps: int
-    warmup_steps: int
-    decay_share: float
     max_grad_norm: float
     bf16: bool
     compile: bool
@@ -42,23 +32,13 @@ class StageRecipe:
     report_to: str
 
     def __post_init__(self):
-        for name in ("streams", "rows_per_step", "batch_size", "logging_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 1.")
-        if self.context < 2:
-            raise ValueError(f"context is {self.context}, allowed is at least 2.")
+        self.check_least(1, "batch_size", "logging_steps", "save_steps")
+        self.check_least(0, "workers")
+        self.check_numbers("max_grad_norm")
         if self.eval_steps is not None and self.eval_steps < 1:
             raise ValueError(f"eval_steps is {self.eval_steps}, allowed is at least 1, or null for the end only.")
         if self.geometry_steps is not None and self.geometry_steps < 1:
             raise ValueError(f"geometry_steps is {self.geometry_steps}, allowed is at least 1, or null for never.")
-        for name in ("momentum_warmup_steps", "warmup_steps", "workers", "shuffle_shards"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least 0.")
-        for name in ("matrix_lr", "embedding_lr", "head_lr", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a finite number of at least 0.")
-        if not 0 <= self.decay_share <= 1:
-            raise ValueError(f"decay_share is {self.decay_share}, allowed is a number from 0 to 1.")
         if not self.output:
             raise ValueError("output is '', allowed is the path of a folder.")
         check_on_bad_data(self.on_bad_data)
@@ -66,6 +46,47 @@ class StageRecipe:
             raise ValueError(f"report_to is {self.report_to!r}, allowed are none, {', '.join(REPORTS)}.")
         if self.report_to != "none" and importlib.util.find_spec(self.report_to) is None:
             raise ValueError(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}.")
+
+    def check_least(self, least: int, *names: str) -> None:
+        """Raise ValueError unless these keys are at least so large."""
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at least {least}.")
+
+    def check_numbers(self, *names: str) -> None:
+        """Raise ValueError unless these keys are finite and not below 0."""
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a finite number of at least 0.")
+
+    @property
+    def skip(self) -> bool:
+        return self.on_bad_data == "skip"
+
+
+@dataclasses.dataclass(kw_only=True)
+class StageRecipe(RunRecipe):
+    """Keys that pretraining, mid-training and SFT share."""
+
+    streams: int
+    shuffle_shards: int
+    context: int
+    rows_per_step: int
+    matrix_lr: float
+    embedding_lr: float
+    head_lr: float
+    momentum_warmup_steps: int
+    warmup_steps: int
+    decay_share: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_least(1, "streams", "rows_per_step")
+        self.check_least(2, "context")
+        self.check_least(0, "momentum_warmup_steps", "warmup_steps", "shuffle_shards")
+        self.check_numbers("matrix_lr", "embedding_lr", "head_lr")
+        if not 0 <= self.decay_share <= 1:
+            raise ValueError(f"decay_share is {self.decay_share}, allowed is a number from 0 to 1.")
         processes = this_process().num_processes
         rows = self.batch_size * processes
         if self.rows_per_step % rows or self.rows_per_step % self.streams:
@@ -79,10 +100,6 @@ class StageRecipe:
                 f"streams is {self.streams}, allowed are multiples of {readers}, which is {processes} processes times "
                 "workers, at least 1."
             )
-
-    @property
-    def skip(self) -> bool:
-        return self.on_bad_data == "skip"
 
 
 def this_process() -> PartialState:

@@ -101,7 +101,7 @@ class Batches:
             collate_fn=_as_it_is,
             num_workers=workers,
             prefetch_factor=2 * batch_size if workers else None,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=begin_worker,
             generator=torch.Generator(),  # of its own: the random state of the run stays as it is
         )
 
@@ -124,7 +124,8 @@ def _as_it_is(row):
     return row
 
 
-def _begin_worker(worker: int) -> None:
+def begin_worker(worker: int) -> None:
+    """What a process that reads for a training process does first."""
     # The process that reads from it decides when it ends, and asks for tokens one batch at a time.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

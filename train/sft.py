@@ -7,7 +7,8 @@ from laplacian_heads.train import budget
 from laplacian_heads.train.chat import conversation_count, conversations, encode
 from laplacian_heads.train.recipe import ConversationRecipe
 from laplacian_heads.train.rows import IGNORED, collate_padded, one_each
-from laplacian_heads.train.stage import is_finished, load_model, train
+from laplacian_heads.train.run import is_finished
+from laplacian_heads.train.stage import load_model, train
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,14 +1,9 @@
-"""A run of a stage of training, from what it starts with to the folder it is written to."""
+"""A run of a stage of language models, from what it starts with to the folder it is written to."""
 
-import contextlib
-import math
-import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoTokenizer,
@@ -18,10 +13,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.utils import logging
 
-from laplacian_heads import recipes
-from laplacian_heads.files import Stopped, check_model, make_folder, write
+from laplacian_heads.files import check_model
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
 from laplacian_heads.train import budget
 from laplacian_heads.train.callbacks import BriefProgressCallback, MomentumWarmupCallback, TerminationCallback
@@ -30,31 +23,11 @@ from laplacian_heads.train.geometry import GeometryCallback
 from laplacian_heads.train.optimizer import MuonAdamW
 from laplacian_heads.train.recipe import StageRecipe, this_process
 from laplacian_heads.train.rows import Batches, Rows
+from laplacian_heads.train.run import arguments, claimed, complete, finish, peak_memory
 from laplacian_heads.train.trainer import StageTrainer
 
 # Held-out rows that geometry is measured on: as many whatever the batch size, so that runs can be compared.
 GEOMETRY_ROWS = 8
-
-
-def has_bf16() -> bool:
-    """Whether this machine multiplies bfloat16 matrices in hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def is_finished(recipe: StageRecipe) -> bool:
-    """Whether the run of a recipe is complete, so that nothing is left to do.
-
-    Raises:
-        ValueError: the output folder holds the run of another recipe.
-    """
-    output = Path(recipe.output).expanduser()
-    recipes.check_output(output, recipe)
-    if (output / "results.json").exists():
-        print(f"{output} is finished.")
-        return True
-    return False
 
 
 def train(
@@ -84,27 +57,13 @@ def train(
         ValueError: the loss is no longer a number, or another process trains in this folder.
         Stopped: the process was asked to terminate; a checkpoint has been written.
     """
-    output = Path(recipe.output).expanduser()
-    make_folder(output)
-    state = this_process()
-    # Workers of a killed run have its lock until they notice, within five seconds.
-    lock = FileLock(output / ".lock", timeout=10)
-    try:
-        with lock if state.is_main_process else contextlib.nullcontext():
-            if is_finished(recipe):  # by a process that had the lock until now
-                return
+    with claimed(recipe) as output:
+        if output is not None:
             _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes)
-    except Timeout:
-        raise ValueError(f"output: another process is training in {output}.") from None
-    if state.is_main_process:
-        (output / ".lock").unlink(missing_ok=True)
 
 
 def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, collate, token_bytes):
     state = this_process()
-    if state.is_main_process:
-        recipes.write(output / "recipe.yaml", recipe)
-    logging.disable_progress_bar()  # one for each file of a checkpoint, across that of the training
     config = model.config
     lora = getattr(recipe, "lora", None)
     if lora:
@@ -125,30 +84,11 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
     trainer = StageTrainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(output),
-            max_steps=steps,
-            per_device_train_batch_size=recipe.batch_size,
-            gradient_accumulation_steps=recipe.rows_per_step // (recipe.batch_size * state.num_processes),
+            **arguments(recipe, output, steps, recipe.rows_per_step),
             lr_scheduler_type="warmup_stable_decay",
             warmup_steps=recipe.warmup_steps,
             lr_scheduler_kwargs={"num_decay_steps": round(steps * recipe.decay_share), "decay_type": "linear"},
-            max_grad_norm=recipe.max_grad_norm,
-            bf16=recipe.bf16 and has_bf16(),
-            torch_compile=recipe.compile,
-            # only where asked for: transformers 5.24 warns of the old name
-            **({"gradient_checkpointing": True} if recipe.gradient_checkpointing else {}),
-            use_cpu=not torch.accelerator.is_available(),
-            seed=recipe.seed,
-            ignore_data_skip=True,  # the data go on at their places
-            logging_steps=recipe.logging_steps,
-            logging_nan_inf_filter=False,  # which hides what ends a run
-            eval_strategy="no" if recipe.eval_steps is None else "steps",
-            eval_steps=recipe.eval_steps,
-            save_steps=recipe.save_steps,
             include_num_input_tokens_seen="non_padding",
-            ddp_find_unused_parameters=False,
-            remove_unused_columns=False,  # shift_labels is a keyword of the loss, not an argument of forward
-            report_to=recipe.report_to,
         ),
         callbacks=[MomentumWarmupCallback(recipe.momentum_warmup_steps), termination],
         eval_dataset=held_out,
@@ -171,20 +111,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
             last = made_whole(last, trainer.unfinished / "whole", model, optimizer)
         elif trainer.is_fsdp_enabled and not is_sharded(last):
             raise ValueError(f"{last} was not written by FSDP, so FSDP cannot go on from it; give another output=.")
-    with termination.listening():
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
-        if trainer.state.global_step < steps:
-            raise Stopped(
-                f"{output}: stopped after step {trainer.state.global_step} of {steps}, which is saved; the same "
-                "command goes on from there."
-            )
-        seconds = trainer.seconds()
-        metrics = trainer.evaluate()
-    if not metrics:
-        raise Stopped(f"{output}: stopped while measuring; the training is saved, and the same command goes on there.")
-    if not math.isfinite(metrics["eval_loss"]):
-        raise ValueError(f"The held-out loss is {metrics['eval_loss']}; delete {output} and give lower learning rates.")
-
+    metrics, seconds = complete(trainer, steps, last)
     tokens = trainer.state.num_input_tokens_seen
     results = {
         "stage": stage,
@@ -204,9 +131,7 @@ def _train(stage, recipe, output, model, tokenizer, rows, held_out, steps, colla
     trainer.save_state()
     if state.is_main_process:
         tokenizer.save_pretrained(output)
-        write(output / "results.json", results)
-        for path in (*output.glob("checkpoint-*"), trainer.unfinished):
-            shutil.rmtree(path, ignore_errors=True)
+        finish(trainer, results)
         figure = f"held-out loss {results['loss']:.4f} nats per target"
         if results["bits_per_byte"] is not None:
             figure = f"{results['bits_per_byte']:.4f} bits per byte"
@@ -239,13 +164,6 @@ def save_model(trainer: StageTrainer, output: Path) -> None:
     with torch.device("meta"):  # without what wrapping has made of its class
         model = LaplaceGPTForCausalLM(config)
     model.save_pretrained(output, state_dict=weights)
-
-
-def peak_memory() -> int:
-    """Bytes that this process has held at most: on the GPU if there is one, else in main memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Trainer for the stages: its own batches, exact measurement, checkpoints that are there as a whole or not at all."""
+"""Trainer for all runs: its own batches, exact measurement, checkpoints that are there as a whole or not at all."""
 
 import json
 import math
@@ -14,30 +14,34 @@ from transformers import Trainer
 from laplacian_heads.train import budget
 from laplacian_heads.train.callbacks import TerminationCallback
 from laplacian_heads.train.checkpoints import PROGRESS
-from laplacian_heads.train.rows import IGNORED, Batches
+from laplacian_heads.train.rows import IGNORED
 
 
-class StageTrainer(Trainer):
-    """Trainer over streamed batches.
+class RunTrainer(Trainer):
+    """Trainer over batches of its own, whose checkpoints appear when they are complete.
 
     Args:
         optimizer: made before FSDP has its share of the weights, which it then takes over.
-        batches: what to train on; None where the checkpoint to go on from is of the last step.
+        batches: what to train on, an iterable with `places`, where each of its streams goes on, and `waited`, the
+            seconds in which a batch was waited for; None where the checkpoint to go on from is of the last step.
         termination: knows whether the process was asked to end.
         seconds_before: of training, in the processes before this one.
-        flops: floating-point operations for one token, forward and backward.
-        token_bytes: bytes each token stands for, for bits per byte.
+        flops: floating-point operations for one of what is counted, forward and backward.
+
+    Attributes:
+        counted: what speed is given in, such as "tokens"; a subclass says it, and counts them in `seen`.
     """
+
+    counted: str
 
     def __init__(
         self,
         *args,
         optimizer: torch.optim.Optimizer,
-        batches: Batches | None,
+        batches,
         termination: TerminationCallback,
         seconds_before: float,
         flops: int,
-        token_bytes: list[int] | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -47,12 +51,15 @@ class StageTrainer(Trainer):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         self.batches, self.termination, self.flops = batches, termination, flops
-        self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
         self.seconds_before, self.started = seconds_before, time.perf_counter()
         self.unfinished = Path(self.args.output_dir) / ".unfinished"
         self.finite = torch.tensor(True, device=self.args.device)
         self.device_flops = None
-        self.logged = None  # time, tokens and seconds waited for data, at the last line of the log
+        self.logged = None  # time, number counted and seconds waited for data, at the last line of the log
+
+    def seen(self) -> int:
+        """Number of what is counted that the run has trained on."""
+        raise NotImplementedError
 
     def seconds(self) -> float:
         """Seconds of training so far, this process and those before it."""
@@ -63,10 +70,6 @@ class StageTrainer(Trainer):
 
     def get_train_dataloader(self):
         return [] if self.batches is None else self.batches
-
-    def _get_learning_rate(self):
-        self.rates = self.lr_scheduler.get_last_lr()  # of all groups, before the scheduler's step
-        return super()._get_learning_rate()
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -94,6 +97,89 @@ class StageTrainer(Trainer):
                 f"The loss or the weights are no longer finite at step {self.state.global_step}; {kept}; give lower "
                 "learning rates and another output=."
             )
+
+    def log(self, logs, start_time=None):
+        if "grad_norm" in logs:
+            logs = {**logs, **self._speed()}
+        super().log(logs, start_time)
+
+    def _speed(self) -> dict[str, float]:
+        """What a line of the log says of the time since the one before."""
+        now = time.perf_counter(), self.seen(), self.batches.waited, self.state.global_step
+        before, self.logged = self.logged, now
+        if before is None:  # the first one has compiling and warming up in it
+            return {}
+        seconds, seen, waited, steps = (a - b for a, b in zip(now, before, strict=True))
+        if self.device_flops is None:
+            self.device_flops = budget.matmul_flops(self.args.bf16)
+            self.logged = (time.perf_counter(), *now[1:])
+        rate = seen / seconds
+        return {
+            f"{self.counted}_per_second": rate,
+            # of what a product of large matrices reaches on these devices
+            "flop_utilisation": rate * self.flops / (self.device_flops * self.args.world_size),
+            "data_wait_share": waited / seconds,
+            "hours_left": (self.args.max_steps - self.state.global_step) / steps * seconds / 3600,
+        }
+
+    def _get_output_dir(self, trial):
+        return str(self.unfinished) if self._is_saving else super()._get_output_dir(trial)
+
+    _is_saving = False
+
+    def _save_checkpoint(self, model, trial):
+        """Write a checkpoint beside the others, and let it be seen when it is complete."""
+        output, part = Path(self.args.output_dir), self.unfinished / f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        places = self.accelerator.gather_for_metrics([self.batches.places], use_gather_object=True)
+        if self.is_world_process_zero():  # the gathering says that all have written their part
+            progress = {"seconds": self.seconds(), "places": {n: at for each in places for n, at in each.items()}}
+            (part / PROGRESS).write_text(json.dumps(progress))
+            (part / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
+            older = list(output.glob("checkpoint-*"))
+            if (output / part.name).exists():  # of this very step
+                (output / part.name).rename(self.unfinished / "older")
+            part.rename(output / part.name)
+            for path in older:
+                if path.name != part.name:
+                    path.rename(self.unfinished / path.name)
+            shutil.rmtree(self.unfinished)
+        self.accelerator.wait_for_everyone()
+
+
+class StageTrainer(RunTrainer):
+    """Trainer of language models.
+
+    Args:
+        token_bytes: bytes each token stands for, for bits per byte.
+        Every other: as in `RunTrainer`.
+    """
+
+    counted = "tokens"
+
+    def __init__(self, *args, token_bytes: list[int] | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.token_bytes = None if token_bytes is None else torch.tensor(token_bytes)
+
+    def seen(self) -> int:
+        return self.state.num_input_tokens_seen
+
+    def _get_learning_rate(self):
+        self.rates = self.lr_scheduler.get_last_lr()  # of all groups, before the scheduler's step
+        return super()._get_learning_rate()
+
+    def log(self, logs, start_time=None):
+        if "grad_norm" in logs:
+            names = ("embedding_learning_rate", "head_learning_rate")
+            logs = {**logs, **dict(zip(names, self.rates[1:], strict=False))}
+        super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """The loss in nats per target and, with token_bytes, the bits per byte of the text that the targets spell.
@@ -136,59 +222,3 @@ class StageTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def log(self, logs, start_time=None):
-        if "grad_norm" in logs:
-            logs = {**logs, **self._speed()}
-            logs.update(zip(("embedding_learning_rate", "head_learning_rate"), self.rates[1:], strict=False))
-        super().log(logs, start_time)
-
-    def _speed(self) -> dict[str, float]:
-        """What a line of the log says of the time since the one before."""
-        now = time.perf_counter(), self.state.num_input_tokens_seen, self.batches.waited, self.state.global_step
-        before, self.logged = self.logged, now
-        if before is None:  # the first one has compiling and warming up in it
-            return {}
-        seconds, tokens, waited, steps = (a - b for a, b in zip(now, before, strict=True))
-        if self.device_flops is None:
-            self.device_flops = budget.matmul_flops(self.args.bf16)
-            self.logged = (time.perf_counter(), *now[1:])
-        rate = tokens / seconds
-        return {
-            "tokens_per_second": rate,
-            # of what a product of large matrices reaches on these devices
-            "flop_utilisation": rate * self.flops / (self.device_flops * self.args.world_size),
-            "data_wait_share": waited / seconds,
-            "hours_left": (self.args.max_steps - self.state.global_step) / steps * seconds / 3600,
-        }
-
-    def _get_output_dir(self, trial):
-        return str(self.unfinished) if self._is_saving else super()._get_output_dir(trial)
-
-    _is_saving = False
-
-    def _save_checkpoint(self, model, trial):
-        """Write a checkpoint beside the others, and let it be seen when it is complete."""
-        output, part = Path(self.args.output_dir), self.unfinished / f"checkpoint-{self.state.global_step}"
-        if self.is_world_process_zero():
-            shutil.rmtree(self.unfinished, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._is_saving = False
-        places = self.accelerator.gather_for_metrics([self.batches.places], use_gather_object=True)
-        if self.is_world_process_zero():  # the gathering says that all have written their part
-            progress = {"seconds": self.seconds(), "places": {n: at for each in places for n, at in each.items()}}
-            (part / PROGRESS).write_text(json.dumps(progress))
-            (part / "training_args.bin").unlink(missing_ok=True)  # a pickle; the recipe says what it says
-            older = list(output.glob("checkpoint-*"))
-            if (output / part.name).exists():  # of this very step
-                (output / part.name).rename(self.unfinished / "older")
-            part.rename(output / part.name)
-            for path in older:
-                if path.name != part.name:
-                    path.rename(self.unfinished / path.name)
-            shutil.rmtree(self.unfinished)
-        self.accelerator.wait_for_everyone()
