@@ -4,10 +4,13 @@ BIN := .venv/bin
 # One more than there are processors: many tests wait, for processes that they start or for a time to run out.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo demo-vision test test-slow lint bench clean
 
 demo: .venv/with-demo
 	$(BIN)/laplacian-heads demo
+
+demo-vision: .venv/with-demo-vision
+	$(BIN)/laplacian-heads demo-vision
 
 test: .venv/with-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"

@@ -12,6 +12,10 @@ from laplacian_heads.files import Stopped
 # verb: (module, function, recipe class, optional dependencies, what stands before key=value, default recipe, what for)
 VERBS = {
     "demo": ("study", "demo", "DemoRecipe", "demo", "recipe", "demo", "run every stage on this machine and compare"),
+    "demo-vision": (
+        *("study", "demo_vision", "DemoVisionRecipe", "demo-vision", "recipe", "demo_vision"),
+        "train image classifiers on this machine and compare",
+    ),
     "tokenizer": (
         *("train.tokenizer", "tokenizer", "TokenizerRecipe", "train", "recipe", "gpt_tiny_tokenizer"),
         "train a byte-level BPE tokenizer with a chat template",

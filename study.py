@@ -19,18 +19,12 @@ from laplacian_heads.train.tokenizer import TokenizerRecipe, tokenizer
 
 
 @dataclasses.dataclass
-class DemoRecipe:
-    """Keys of `recipes/demo.yaml`, which says what they mean."""
+class StudyRecipe:
+    """Keys that the recipes of both demos have."""
 
     output: str
     seed: int
     laplacian_heads: list
-    tokenizer: dict
-    pretrain: dict
-    midtrain: dict
-    sft: dict
-    eval: dict
-    geometry: dict
 
     def __post_init__(self):
         if not self.output:
@@ -39,6 +33,11 @@ class DemoRecipe:
             raise ValueError("laplacian_heads is [], allowed is a list with one entry for each model.")
         if len({_folder_name(heads) for heads in self.laplacian_heads}) < len(self.laplacian_heads):
             raise ValueError(f"laplacian_heads is {self.laplacian_heads}, allowed are entries with names of their own.")
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each model."""
+        return [Path(self.output).expanduser() / _folder_name(heads) for heads in self.laplacian_heads]
 
     def load(self, stage: str, recipe_class: type, **values):
         """The recipe of a stage, with the keys of its block and these values."""
@@ -52,6 +51,26 @@ class DemoRecipe:
         return recipes.load(recipe_class, name, {**block, **values})
 
 
+@dataclasses.dataclass
+class DemoRecipe(StudyRecipe):
+    """Keys of `recipes/demo.yaml`, which says what they mean."""
+
+    tokenizer: dict
+    pretrain: dict
+    midtrain: dict
+    sft: dict
+    eval: dict
+    geometry: dict
+
+
+@dataclasses.dataclass
+class DemoVisionRecipe(StudyRecipe):
+    """Keys of `recipes/demo_vision.yaml`, which says what they mean."""
+
+    classify: dict
+    geometry: dict
+
+
 def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
     """Take one LaplaceGPT for each entry of `laplacian_heads` through every stage, and compare them.
 
@@ -61,27 +80,85 @@ def demo(recipe: DemoRecipe, dry_run: bool = False) -> None:
     Raises:
         ValueError: a value of the recipe or its data is not allowed, or the folder holds another recipe's results.
     """
+    made = str(Path(recipe.output).expanduser() / "tokenizer")
+    stages = [("tokenizer", tokenizer, recipe.load("tokenizer", TokenizerRecipe, output=made))]
+    for heads, folder in zip(recipe.laplacian_heads, recipe.folders, strict=True):
+        stages += _stages(recipe, made, folder, heads)  # refuses wrong values before any work
+    _run(recipe, stages, dry_run)
+    if dry_run:
+        return
+    run, hub = recipe.folders[-1] / "sft", recipe.folders[-1] / "hub"
+    _report(
+        *(recipe, "LaplaceGPT demo", ["pretrain", "sft"]),
+        f"{len(recipe.folders)} models through pretraining, mid-training and SFT, with the same seed {recipe.seed}, "
+        "data and budget. Bits per byte and tokens/s are of pretraining, the rest is of the model after SFT.",
+        [f"laplacian-heads chat {run}", f"laplacian-heads upload {run} YOUR-NAME/YOUR-MODEL"],
+        [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{hub}", trust_remote_code=True)',
+            f'tokenizer = AutoTokenizer.from_pretrained("{hub}", trust_remote_code=True)',
+        ],
+    )
+
+
+def demo_vision(recipe: DemoVisionRecipe, dry_run: bool = False) -> None:
+    """Train one LaplaceViT for each entry of `laplacian_heads` to classify images, and compare them.
+
+    Writes into `recipe.output` a folder for each model with its run and what is to go to the Hub, the report on the
+    geometry of all of them, plots and `report.md`, and prints the report.
+
+    Raises:
+        ValueError: a value of the recipe or its data is not allowed, or the folder holds another recipe's results.
+    """
+    from laplacian_heads.train.classify import ClassifyRecipe, classify  # here, so that demo comes without torchvision
+
+    runs = [folder / "classify" for folder in recipe.folders]
+    several = len(runs) > 1
+    pages = (Path(recipe.output).expanduser() if several else runs[0]) / "geometry"
+    measured = recipe.load(
+        *("geometry", GeometryRecipe), models=list(map(str, runs)), output=str(pages) if several else None
+    )
+    stages = [
+        (
+            *(f"classify, laplacian_heads {heads}", classify),
+            recipe.load("classify", ClassifyRecipe, output=str(run), seed=recipe.seed, laplacian_heads=heads),
+        )
+        for heads, run in zip(recipe.laplacian_heads, runs, strict=True)
+    ]
+    stages.append(("geometry", _unless(pages / "report.md", geometry), measured))
+    stages += map(_upload_stage, recipe.laplacian_heads, runs)
+    _run(recipe, stages, dry_run)
+    if dry_run:
+        return
+    _report(
+        *(recipe, "LaplaceViT demo", ["classify"]),
+        f"{len(runs)} models trained to classify images, with the same seed {recipe.seed}, data and budget. "
+        f"{pages / 'report.html'} has their geometry on {measured.data} in full.",
+        [f"laplacian-heads upload {runs[-1]} YOUR-NAME/YOUR-MODEL"],
+        [
+            "from transformers import pipeline",
+            "",
+            f'model = "{recipe.folders[-1] / "hub"}"',
+            'classify = pipeline("image-classification", model=model, trust_remote_code=True)',
+            "print(classify(YOUR_IMAGE))  # a file, an address or a PIL image",
+        ],
+    )
+
+
+def _run(recipe: StudyRecipe, stages: list[tuple], dry_run: bool) -> None:
+    """Do one stage after the other, each of them a name, a verb and its recipe."""
     output = Path(recipe.output).expanduser()
-    folders = [output / _folder_name(heads) for heads in recipe.laplacian_heads]
-    stages = [("tokenizer", tokenizer, recipe.load("tokenizer", TokenizerRecipe, output=str(output / "tokenizer")))]
-    for heads, folder in zip(recipe.laplacian_heads, folders, strict=True):
-        stages += _stages(recipe, output, folder, heads)  # refuses wrong values before any work
     if not dry_run:
         recipes.check_output(output, recipe)
         make_folder(output)
         recipes.write(output / "recipe.yaml", recipe)
-
     started = time.perf_counter()
     for i, (name, function, stage_recipe) in enumerate(stages, start=1):
         print(f"\n== {i}/{len(stages)} {name}")
         function(stage_recipe, dry_run)
-    if dry_run:
-        return
-    runs = {folder.name: [folder / "pretrain", folder / "sft"] for folder in folders}
-    rows = compare.rows(runs)
-    report = _report(recipe, rows, folders, compare.plot(rows, output))
-    write(output / "report.md", report)
-    print(f"\n== done in {(time.perf_counter() - started) / 60:.1f} minutes\n\n{report}")
+    if not dry_run:
+        print(f"\n== done in {(time.perf_counter() - started) / 60:.1f} minutes\n")
 
 
 def _folder_name(heads) -> str:
@@ -89,12 +166,10 @@ def _folder_name(heads) -> str:
     return "laplacian_heads_" + re.sub(r"\W+", "_", json.dumps(heads)).strip("_")
 
 
-def _stages(recipe: DemoRecipe, output: Path, folder: Path, heads) -> list[tuple]:
-    """Name, function and recipe of what is done with one model."""
+def _stages(recipe: DemoRecipe, tokens: str, folder: Path, heads) -> list[tuple]:
+    """Name, function and recipe of what is done with one language model, whose tokenizer is in `tokens`."""
     pretrained, midtrained, tuned = (str(folder / stage) for stage in ("pretrain", "midtrain", "sft"))
-    start = {"tokenizer": str(output / "tokenizer"), "laplacian_heads": heads}
-    repo = f"your-name/{folder.name}"
-    upload_recipe = recipes.load(UploadRecipe, "upload", {"model": tuned, "repo": repo, "staging": str(folder / "hub")})
+    start = {"tokenizer": tokens, "laplacian_heads": heads}
     staged = [
         ("pretrain", pretrain, recipe.load("pretrain", PretrainRecipe, output=pretrained, seed=recipe.seed, **start)),
         (
@@ -107,9 +182,17 @@ def _stages(recipe: DemoRecipe, output: Path, folder: Path, heads) -> list[tuple
             *("geometry", _unless(folder / "sft/geometry.json", geometry)),
             recipe.load("geometry", GeometryRecipe, models=[tuned]),
         ),
-        ("upload --dry-run", _unless(folder / "hub", _stage_only), upload_recipe),
     ]
-    return [(f"{name}, laplacian_heads {heads}", function, stage_recipe) for name, function, stage_recipe in staged]
+    staged = [(f"{name}, laplacian_heads {heads}", function, stage_recipe) for name, function, stage_recipe in staged]
+    return [*staged, _upload_stage(heads, folder / "sft")]
+
+
+def _upload_stage(heads, run: Path) -> tuple:
+    """Name, function and recipe of staging a run, beside it, for the Hub."""
+    staging = run.parent / "hub"
+    values = {"model": str(run), "repo": f"your-name/{run.parent.name}", "staging": str(staging)}
+    name = f"upload --dry-run, laplacian_heads {heads}"
+    return name, _unless(staging, _stage_only), recipes.load(UploadRecipe, "upload", values)
 
 
 def _unless(path: Path | None, function):
@@ -128,37 +211,29 @@ def _stage_only(recipe: UploadRecipe) -> None:
     upload(recipe, dry_run=True)
 
 
-def _report(recipe: DemoRecipe, rows: list[dict], folders: list[Path], pictures: list) -> str:
-    """The comparison as Markdown."""
+def _report(recipe: StudyRecipe, title: str, kinds: list[str], what: str, commands: list[str], code: list[str]) -> None:
+    """Write the comparison of the models as report.md, with its plots, and print it.
+
+    Args:
+        kinds: names of the folders of a model that `compare` reads.
+        what: which models are compared.
+        commands, code: lines of what can be done with the last model, in the shell and in Python.
+    """
+    output = Path(recipe.output).expanduser()
+    rows = compare.rows({folder.name: [folder / kind for kind in kinds] for folder in recipe.folders})
     chance = ", ".join(f"{task} {value:g}" for task, value in rows[0]["chance"].items())
-    folder = folders[-1] / "hub"
     lines = [
-        "# LaplaceGPT demo",
-        "",
-        f"{len(rows)} models through pretraining, mid-training and SFT, with the same seed {recipe.seed}, data and "
-        "budget. Bits per byte and tokens/s are of pretraining, the rest is of the model after SFT.",
-        "",
-        compare.table(rows),
-        "",
-        f"Scores are accuracies with one standard error; guessing gives {chance}.",
-        "",
+        *(f"# {title}", "", what, "", compare.table(rows), ""),
+        *(f"Scores are accuracies with one standard error; guessing gives {chance}.", ""),
     ]
     lines += [line for other in rows[1:] for line in (compare.verdict(rows[0], other), "")]
-    lines += [line for picture in pictures for line in (f"![{picture.title}]({picture.stem}.png)", "")]
     lines += [
-        "## Use it",
-        "",
-        "```bash",
-        f"laplacian-heads chat {folders[-1] / 'sft'}",
-        f"laplacian-heads upload {folders[-1] / 'sft'} YOUR-NAME/YOUR-MODEL",
-        "```",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)',
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)',
-        "```",
+        "Small models, few data and one seed: this shows that every stage works, and tells nothing of Laplacian heads.",
         "",
     ]
-    return "\n".join(lines)
+    for picture in compare.plot(rows, output):
+        lines += [f"![{picture.title}]({picture.stem}.png)", ""]
+    lines += ["## Use it", "", "```bash", *commands, "```", "", "```python", *code, "```", ""]
+    report = "\n".join(lines)
+    write(output / "report.md", report)
+    print(report)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import geometry, scoring, stages
+from benchmarks import geometry, scoring, stages, vision
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,10 +23,10 @@ SHAPE = {"vocab_size": 65536, "width": 512, "layers": 8, "heads": 4, "rows": 4, 
 
 
 class Worker:
-    """A process of benchmarks/worker.py and the answers it has given."""
+    """A process of a module of benchmarks, such as worker.py, and the answers it has given."""
 
-    def __init__(self, **job):
-        command = [sys.executable, "-m", "benchmarks.worker", json.dumps(job)]
+    def __init__(self, module: str, job: dict):
+        command = [sys.executable, "-m", module, json.dumps(job)]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -44,9 +44,9 @@ class Worker:
         return statistics.median(answer[key] for answer in self.answers)
 
 
-def compare(jobs: dict[str, dict], repeats: int) -> dict[str, Worker]:
+def compare(jobs: dict[str, dict], repeats: int, module: str = "benchmarks.worker") -> dict[str, Worker]:
     """Run the jobs' steps in turns, after two steps each to compile and warm up."""
-    workers = {name: Worker(**job) for name, job in jobs.items()}
+    workers = {name: Worker(module, job) for name, job in jobs.items()}
     try:
         for name, worker in workers.items():
             print(f"  warming up {name}", flush=True)
@@ -78,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7, help="steps of each model that are counted (default 7)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks.md", help="file to write")
+    parser.add_argument("--compiled-vision", action="store_true", help="compile the vision transformers too")
     options = parser.parse_args()
 
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -117,6 +118,8 @@ def main() -> None:
     lines += scoring.lines(options.repeats)
     print("geometry", flush=True)
     lines += geometry.lines(options.repeats)
+    print("vision", flush=True)
+    lines += vision.lines(compare, options.repeats, options.compiled_vision)
     options.output.write_text("\n".join(lines))
     print("\n".join(lines))
 

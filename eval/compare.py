@@ -10,12 +10,19 @@ from pathlib import Path
 
 import yaml
 
+from laplacian_heads import recipes
 from laplacian_heads.eval.geometry_report import figure, markdown_table
 from laplacian_heads.eval.results import results_folder
 from laplacian_heads.files import read_json, write
 
 RESULTS = ("results.json", "eval.json", "geometry.json")
 PAPER = Path(__file__).parent / "paper.yaml"
+# What an image classifier's results.json has of its accuracy, and how many answers each of them allows.
+ACCURACIES = {
+    "accuracy": ("accuracy", 1),
+    "accuracy_top5": ("top-5 accuracy", 5),
+    "ema_accuracy": ("accuracy of averaged weights", 1),
+}
 LOWER_IS_BETTER = ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 
 
@@ -38,13 +45,14 @@ class CompareRecipe:
 
 @dataclasses.dataclass
 class Score:
-    """What a run scored on a task, as its eval.json says; None where unknown.
+    """What a run scored on a task, as its eval.json says, or an image classifier's accuracy; None where unknown.
 
     Args:
         metric: its name, with ",FILTER" behind it where lm-eval filtered the answers.
         value, stderr: the score and its standard error.
         items, of: how many items were scored, and how many the task has.
         calculator, apply_chat_template, generation_kwargs: how it was asked.
+        data, held_out: what an image classifier was trained and measured on, as its recipe says.
         samples: {(doc_id, doc_hash): value} of the items that the score is the mean of.
         others: the task's other metrics, each with metric, value and stderr.
     """
@@ -57,6 +65,8 @@ class Score:
     calculator: bool | None = None
     apply_chat_template: bool | None = None
     generation_kwargs: dict | None = None
+    data: str | None = None
+    held_out: str | int | None = None
     samples: dict | None = None
     others: list = dataclasses.field(default_factory=list)
 
@@ -78,8 +88,10 @@ def read(folders: list[Path]) -> dict:
 
     Returns:
         laplacian_heads, bits_per_byte and the stage it is of, tokens_per_second, seed, within_sequence_share and
-        components_99 of the last layer: None where unknown. scores: {task: Score}. chance: {task: score of guessing}.
-        geometry: what was measured of it. log_history: Trainer's log. The last four are empty where unknown.
+        components_99 of the last layer: None where unknown. loss, images and hours: of an image classifier the held-out
+        cross-entropy in nats, the images it was trained on, each as often as it was drawn, and how long that took; else
+        None. scores: {task: Score}. chance: {task: score of guessing}. geometry: what was measured of it. log_history:
+        Trainer's log. The last four are empty where unknown.
 
     Raises:
         ValueError: the folders have none of RESULTS, or a file of theirs is damaged.
@@ -109,14 +121,26 @@ def read(folders: list[Path]) -> dict:
             raise ValueError(f"{folder / 'geometry.json'} is damaged, its layers are no list of layers; make it again.")
     geometry = next((content for content in files["geometry.json"].values() if content.get("layers")), {})
     last = geometry["layers"][-1] if geometry else {}
+    scores = {task: _score(folder, entry) for task, (folder, entry) in tasks.items()}
+    chance = {task: entry["chance"] for task, (_, entry) in tasks.items() if entry.get("chance") is not None}
+    classified = {}
+    for folder, content in files["results.json"].items():
+        if content.get("stage") == "classify":
+            classified = content
+            classes = len(files["config.json"].get(folder, {}).get("id2label") or ())
+            scores |= _accuracies(folder, content)
+            chance |= {name: count / classes for name, count in ACCURACIES.values() if name in scores and classes}
     return {
         "laplacian_heads": first("laplacian_heads", "config.json", "results.json"),
         "bits_per_byte": first("bits_per_byte", "results.json"),
         "stage": first("stage", "results.json"),
         "tokens_per_second": first("tokens_per_second", "results.json"),
         "seed": first("seed", "results.json"),
-        "scores": {task: _score(folder, entry) for task, (folder, entry) in tasks.items()},
-        "chance": {task: entry["chance"] for task, (_, entry) in tasks.items() if entry.get("chance") is not None},
+        "loss": classified.get("loss"),
+        "images": classified.get("images"),
+        "hours": classified["seconds"] / 3600 if classified.get("seconds") else None,
+        "scores": scores,
+        "chance": chance,
         "within_sequence_share": figure(last, "variance", "shares", "within_sequence"),
         "components_99": figure(last, "spectrum", "per_sequence", "components_99"),
         "geometry": geometry,
@@ -142,6 +166,22 @@ def _score(folder: Path, entry: dict) -> Score:
     return score
 
 
+def _accuracies(folder: Path, results: dict) -> dict[str, Score]:
+    """Of an image classifier's results, each with the binomial standard error of so many held-out images."""
+    recipe = recipes.read(folder / "recipe.yaml")
+    recipe = recipe if isinstance(recipe, dict) else {}
+    found = {}
+    for key, (name, _) in ACCURACIES.items():
+        value, items = results.get(key), results.get("held_out_images")
+        if value is not None:
+            if not isinstance(value, numbers.Real) or not 0 <= value <= 1 or not isinstance(items, int) or items < 1:
+                raise ValueError(f"{folder / 'results.json'} is damaged, its {key} is {value!r} of {items!r} images.")
+            error = math.sqrt(value * (1 - value) / items)
+            sources = {"data": recipe.get("data"), "held_out": recipe.get("held_out")}
+            found[name] = Score("accuracy", value, error, items, **sources)
+    return found
+
+
 def _samples(path: Path, metric: str) -> dict:
     """{(doc_id, doc_hash): value} of a metric, from the samples of a task as lm-eval logs them."""
     name, _, filtered = metric.partition(",")
@@ -162,8 +202,20 @@ def rows(runs: dict[str, list[Path]]) -> list[dict]:
 
     Args:
         runs: name of each run and its folders.
+
+    Raises:
+        ValueError: as `read`, or some of the runs are image classifiers and others language models.
     """
-    return [{"run": name, **read(folders)} for name, folders in runs.items()]
+    found = [{"run": name, **read(folders)} for name, folders in runs.items()]
+    images = [row["run"] for row in found if row["stage"] == "classify"]
+    texts = [
+        row["run"]
+        for row in found
+        if row["stage"] != "classify" and (row["stage"] or row["scores"] or row["bits_per_byte"] is not None)
+    ]
+    if images and texts:
+        raise ValueError(f"{images[0]} classifies images and {texts[0]} is of text, allowed are runs of one kind.")
+    return found
 
 
 def table(rows: list[dict]) -> str:
@@ -174,8 +226,12 @@ def table(rows: list[dict]) -> str:
         "Laplacian heads": [_cell(row["laplacian_heads"]) for row in rows],
         "bits per byte": [_cell(row["bits_per_byte"], ".4f") for row in rows],
         **{task: [_figures(row["scores"].get(task)) for row in rows] for task in tasks},
+        "held-out loss": [_cell(row["loss"], ".4f") for row in rows],
+        "held-out images": [_held_out(row["scores"].get("accuracy")) for row in rows],
         "within-sequence share, last layer": [_cell(row["within_sequence_share"], ".3f") for row in rows],
         "components for 99 %, last layer": [_cell(row["components_99"], ".1f") for row in rows],
+        "images seen": [_cell(row["images"], ",") for row in rows],
+        "hours": [_cell(row["hours"], ".3f") for row in rows],
         "tokens/s": [_cell(row["tokens_per_second"], ",.0f") for row in rows],
     }
     return _markdown({head: cells for head, cells in columns.items() if any(cells)})
@@ -187,6 +243,14 @@ def _markdown(columns: dict[str, list[str]]) -> str:
 
 def _cell(value, form: str = "") -> str:
     return "" if value is None else format(str(value) if form == "" else value, form)
+
+
+def _held_out(accuracy: Score | None) -> str:
+    """How many images an accuracy is of, and whose: where the recipe has a number, they are some of its data."""
+    if accuracy is None:
+        return ""
+    source = accuracy.data if isinstance(accuracy.held_out, int) else accuracy.held_out
+    return f"{accuracy.items:,}" + ("" if source is None else f" of {source}")
 
 
 def _figures(score: Score | None, form: str = ".3f") -> str:
@@ -201,7 +265,7 @@ def differences(rows: list[dict]) -> list[dict]:
 
     Where both runs have the values of the same items, the interval is of a paired bootstrap over the items; else it is
     two standard errors to both sides, sqrt(se1^2 + se2^2) being that of the difference. Scores on other numbers of
-    items, by other metrics or of models that were asked otherwise are left out.
+    items or data, by other metrics or of models that were asked otherwise are left out.
 
     Args:
         rows: rows of `rows`.
@@ -247,7 +311,7 @@ def differences_table(differences: list[dict]) -> str:
 
 def _mismatch(before: Score, after: Score) -> str:
     """Why two scores of a task cannot be compared, or ""."""
-    for name in ("metric", "items", "calculator", "apply_chat_template", "generation_kwargs"):
+    for name in ("metric", "data", "held_out", "items", "calculator", "apply_chat_template", "generation_kwargs"):
         values = getattr(after, name), getattr(before, name)
         if None not in values and values[0] != values[1]:
             return f"{name} {values[0]} against {values[1]}"
@@ -283,8 +347,8 @@ def verdict(baseline: dict, other: dict) -> str:
     """One sentence on how a run did against another: better, worse or not distinguishable, measure by measure.
 
     Two scores are distinguishable if the 95 % interval of their difference, as `differences` takes it, excludes 0.
-    Scores on other numbers of items, by other metrics or of models that were asked otherwise are not comparable. Bits
-    per byte have no standard error: the lower is better. Geometry is lower or higher.
+    Scores on other numbers of items or other data, by other metrics or of models that were asked otherwise are not
+    comparable. Bits per byte have no standard error: the lower is better. Geometry is lower or higher.
 
     Args:
         baseline, other: rows of `rows`. What only one of them knows is left out.
@@ -335,7 +399,8 @@ def paper(rows: list[dict]) -> str:
     """The figures of arXiv 2602.09297 beside those of runs, in percent, with what is doubtful about them, as Markdown.
 
     Args:
-        rows: rows of `rows`. A measure that none of them has is left out; eval/paper.yaml says which task is which.
+        rows: rows of `rows`. A measure that none of them has is left out; eval/paper.yaml says which task, or which
+            held-out images, are which.
     """
     data = yaml.safe_load(PAPER.read_text(encoding="utf-8"))
     lines, doubts = [], []
@@ -356,11 +421,21 @@ def paper(rows: list[dict]) -> str:
 
     baseline = [entry for entry in data["paper"] if entry["k"] == 0]
     others = [entry for entry in data["paper"] if entry["k"] != 0]
-    for measure, place in data["tasks"].items():
-        scores = [_percent(row["scores"].get(place["task"]), place["metric"]) for row in rows]
+    measured = [
+        (measure, [_percent(row["scores"].get(place["task"]), place["metric"]) for row in rows])
+        for measure, place in data["tasks"].items()
+    ]
+    accuracies = [row["scores"].get("accuracy") for row in rows]
+    for measure, held_out in data["images"].items():
+        of_it = [each if each is not None and each.held_out == held_out else None for each in accuracies]
+        measured.append((measure, [_percent(each, "accuracy") for each in of_it]))
+    for measure, scores in measured:
         if any(scores):
             published = cell(measure, baseline), cell(measure, others, True), cell(measure, data["nanochat d20"])
             lines.append([measure, *published, *(_figures(score, ".2f") for score in scores)])
+    if not lines and any(accuracies):
+        sources = ", ".join(data["images"].values())
+        return f"No run has a measure of the paper's table; that has accuracies on the held_out {sources}."
     if not lines:
         return (
             "No run has a measure of the paper's table; score the tasks that are: laplacian-heads eval MODEL "
@@ -421,15 +496,19 @@ def plot(rows: list[dict], folder: Path) -> list:
     logs = {row["run"]: row["log_history"] for row in rows if row["log_history"]}
     models = {row["run"]: row["geometry"] for row in rows if row["geometry"]}
     pictures += geometry_plots.all_of(models, folder, logs=logs)
-    if any(plots.LOSSES.keys() & entry.keys() for log in logs.values() for entry in log):
+    # The loss of image classifiers, smoothed and of mixed images, is no nats per token.
+    texts = not any(row["stage"] == "classify" for row in rows)
+    if texts and any(plots.LOSSES.keys() & entry.keys() for log in logs.values() for entry in log):
         plots.loss(logs, folder / "loss.png")
         pictures.append(plots.Picture("loss", "Loss", "Loss and held-out bits per byte by step."))
     return pictures
 
 
 def _label(task: str, scores: list[Score]) -> str:
-    """A task's name, and below it on how many of its items it was scored, unless on all."""
+    """A task's name, and below it on how many of its items it was scored, unless on all, or on whose, if on several."""
     notes = dict.fromkeys(f"{score.items} of {score.of} items" if score.limited else "all items" for score in scores)
+    if len({(score.data, score.held_out) for score in scores}) > 1:
+        notes = dict.fromkeys(map(_held_out, scores))
     return task if list(notes) == ["all items"] else f"{task}\n{' or '.join(notes)}"
 
 
@@ -437,7 +516,8 @@ def compare(recipe: CompareRecipe, dry_run: bool = False) -> None:
     """Print the table of some runs and a verdict on each against the first; with an output also write them and plots.
 
     Raises:
-        ValueError: a run is not there or has nothing to compare, or a file of it is damaged.
+        ValueError: a run is not there or has nothing to compare, a file of it is damaged, or some runs are of images
+            and others of text.
     """
     runs = {model: [results_folder(model)] for model in recipe.models}
     for model, (folder,) in runs.items():

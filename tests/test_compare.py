@@ -151,7 +151,7 @@ def test_table_has_a_column_for_all_that_is_known(folder):
 
 
 def row(run, **scores):
-    unknown = ("laplacian_heads", "bits_per_byte", "stage", "tokens_per_second")
+    unknown = ("laplacian_heads", "bits_per_byte", "stage", "tokens_per_second", "loss", "images", "hours")
     geometry = {"within_sequence_share": None, "components_99": None, "geometry": {}}
     return {"run": run, **dict.fromkeys(unknown), "scores": scores, "chance": {}, "log_history": [], **geometry}
 
@@ -469,3 +469,106 @@ def test_damaged_samples_are_named(tmp_path, line):
         file.write(line)
     with pytest.raises(ValueError, match=r"samples_choice.jsonl is damaged"):
         compare(recipe(tmp_path, "a"))
+
+
+def write_classifier(
+    folder, accuracy=0.75, top5=0.9, heads=0, classes=10, recipe="data: digits\nheld_out: digits:test", **results
+):
+    folder.mkdir()
+    found = {
+        **{"stage": "classify", "laplacian_heads": heads, "images": 70400, "seconds": 180.0, "loss": 0.5, "seed": 0},
+        **{"accuracy": accuracy, "accuracy_top5": top5, "ema_accuracy": None, "held_out_images": 300, **results},
+    }
+    (folder / "results.json").write_text(json.dumps(found))
+    (folder / "config.json").write_text(json.dumps({"id2label": {str(i): str(i) for i in range(classes)}}))
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 10, "loss": 2.0}]}))
+
+
+def test_classifiers_are_compared_by_their_accuracy(tmp_path, capsys):
+    """Each with the binomial standard error: sqrt(0.75 * 0.25 / 300) = 0.025."""
+    write_classifier(tmp_path / "a")
+    write_classifier(tmp_path / "b", accuracy=0.9, heads=2, ema_accuracy=0.92)
+    compare(recipe(tmp_path, "a", "b", output=str(tmp_path / "out")))
+    head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table(both(tmp_path)).split("\n"))
+    assert head == [
+        *("run", "Laplacian heads", "accuracy", "top-5 accuracy", "accuracy of averaged weights"),
+        *("held-out loss", "held-out images", "images seen", "hours"),
+    ]
+    run = ["0.5000", "300 of digits:test", "70,400", "0.050"]
+    assert lines == [
+        ["a", "0", "0.750 ± 0.025", "0.900 ± 0.017", "", *run],
+        ["b", "2", "0.900 ± 0.017", "0.900 ± 0.017", "0.920 ± 0.016", *run],
+    ]
+    assert both(tmp_path)[0]["chance"] == {"accuracy": 0.1, "top-5 accuracy": 0.5}
+    margin = 2 * (0.75 * 0.25 / 300 + 0.9 * 0.1 / 300) ** 0.5
+    found = differences(both(tmp_path))
+    assert [each["task"] for each in found] == ["accuracy", "top-5 accuracy"]
+    assert (found[0]["low"], found[0]["high"]) == pytest.approx((0.15 - margin, 0.15 + margin))
+    printed = capsys.readouterr().out
+    assert "here: accuracy better (0.900 ± 0.017 against 0.750 ± 0.025: difference +0.1500" in printed
+    assert "top-5 accuracy not distinguishable" in printed
+    # Nats per token are no unit of theirs.
+    assert {path.stem for path in (tmp_path / "out").iterdir()} == {"compare", "differences", "scores"}
+
+
+@pytest.mark.parametrize(
+    ("other", "reason", "column"),
+    [
+        ("data: cifar\nheld_out: cifar:test", "data cifar against digits", "300 of cifar:test"),
+        ("data: digits\nheld_out: mine", "held_out mine against digits:test", "300 of mine"),
+        ("data: digits\nheld_out: 300", "held_out 300 against digits:test", "300 of digits"),
+    ],
+)
+def test_accuracies_on_other_data_are_not_compared(tmp_path, monkeypatch, other, reason, column):
+    write_classifier(tmp_path / "a")
+    write_classifier(tmp_path / "b", accuracy=0.9, recipe=other)
+    found = both(tmp_path)
+    assert f"accuracy not comparable (0.900 ± 0.017 against 0.750 ± 0.025: {reason})" in verdict(*found)
+    assert differences(found) == []
+    assert column in table(found)
+    drawn = {}
+    monkeypatch.setattr(plots, "save", lambda figure, axes, path: drawn.update({path.name: axes}))
+    plot(found, tmp_path)
+    (label, _) = drawn["scores.png"].get_xticklabels()
+    assert label.get_text() == f"accuracy\n300 of digits:test or {column}"
+
+
+@pytest.mark.parametrize("damage", ["cut", "", "[1]"])
+def test_classifier_without_a_recipe_has_accuracies_of_unknown_data(tmp_path, damage):
+    write_classifier(tmp_path / "a", recipe=damage)
+    write_classifier(tmp_path / "b")
+    assert "| 300 " in table(both(tmp_path))
+    assert "accuracy not distinguishable" in verdict(*both(tmp_path))
+
+
+@pytest.mark.parametrize("values", [{"accuracy": "high"}, {"accuracy": 75.0}, {"held_out_images": 0}])
+def test_damaged_accuracy_is_named(tmp_path, values):
+    write_classifier(tmp_path / "a", **values)
+    with pytest.raises(ValueError, match=r"results.json is damaged, its accuracy is"):
+        compare(recipe(tmp_path, "a"))
+
+
+@pytest.mark.parametrize("text", ["pretrained", "tuned"])
+def test_images_and_text_are_refused_together(folder, text):
+    write_classifier(folder / "image")
+    for names in ((text, "image"), ("image", text)):
+        with pytest.raises(ValueError, match=rf"image classifies images and .*{text} is of text, allowed are runs of"):
+            compare(recipe(folder, *names))
+
+
+def test_accuracies_stand_beside_the_papers_where_their_data_is_its(tmp_path, capsys):
+    for name, data in (("k0", "uoft-cs/cifar100::test"), ("k3", "uoft-cs/cifar100::test"), ("other", "digits:test")):
+        write_classifier(tmp_path / name, recipe=f"data: {data.split(':')[0]}\nheld_out: {data}")
+    compare(recipe(tmp_path, "k0", "k3", paper=True))
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if line.startswith("| CIFAR-100"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1] == "75.12 ± 0.46"
+    assert "77.04 ± 0.40 (k=12)" in cells[2]
+    assert cells[3:] == ["75.00 ± 2.50", "75.00 ± 2.50"]
+    compare(recipe(tmp_path, "other", paper=True))
+    assert "CIFAR-100" not in (printed := capsys.readouterr().out)
+    assert (
+        "No run has a measure of the paper's table; that has accuracies on the held_out uoft-cs/cifar10::test"
+        in printed
+    )

@@ -76,7 +76,8 @@ def matmul_flops(bf16: bool) -> float:
     """FLOPs a second of a matrix product on this machine's device, measured in about a second."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    generator = torch.Generator(device).manual_seed(0)  # the random state of a run stays as it is
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32, generator=generator)
     best = 0.0
     started = time.perf_counter()
     while time.perf_counter() - started < 1:

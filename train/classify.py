@@ -377,6 +377,8 @@ def _train(recipe, output, model, train, held_out):
             trainer.add_callback(BriefProgressCallback())
         rows = [measured[number] for number in range(min(GEOMETRY_IMAGES, len(measured)))]
         rows = [row for row in rows if isinstance(row, dict)]
+        if not rows:
+            raise ValueError("held_out: none of its images can be read.")
         trainer.add_callback(GeometryCallback(trainer, rows, recipe.geometry_steps))
     if last:
         print(f"going on at step {saved['global_step']} of {steps}")

@@ -68,6 +68,11 @@ class RunTrainer(Trainer):
     def create_optimizer(self, model=None):
         return self.optimizer
 
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        # Trainer leaves this to its skipping of data, which does not happen here; drop path and dropout go by it.
+        self._load_rng_state(checkpoint)
+
     def get_train_dataloader(self):
         return [] if self.batches is None else self.batches
 
