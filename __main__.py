@@ -49,7 +49,7 @@ VERBS = {
     "chat": ("eval.chat", "chat", "ChatRecipe", "eval", "model", "chat", "talk to a model in the terminal"),
     "convert": (
         *("convert", "convert", "ConvertRecipe", "train", "source output", "convert"),
-        "turn a model of nanochat or of transformers into a LaplaceGPT, or back",
+        "turn a model of nanochat, timm or transformers into a LaplaceGPT or a LaplaceViT, or back",
     ),
     "upload": (
         *("hub_upload", "upload", "UploadRecipe", "demo", "model repo", "upload"),
@@ -61,7 +61,7 @@ WHAT_STANDS_FIRST = {
     "recipe": "a recipe file or the name of a shipped recipe",
     "model": "the folder of a model or its name on the Hub",
     "models": "folders of models or their names on the Hub",
-    "source output": "the folder of a model and a new folder",
+    "source output": "a model, in the forms of the key source, and a new folder",
     "model repo": "the folder of a run and the repository, OWNER/NAME",
 }
 

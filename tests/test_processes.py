@@ -96,6 +96,32 @@ def test_two_processes_have_the_losses_of_one(root, tmp_path, kind, verb):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in (root / verb).iterdir()}
 
 
+def test_two_processes_classify_as_one(tmp_path):
+    """Mixing and repeated augmentation included; without drop path, which each process draws for itself."""
+    given = [
+        "images=96",
+        "images_per_step=32",
+        "batch_size=8",
+        "epochs=4",
+        "warmup_epochs=1",
+        "repeats=3",
+        "cutmix=1.0",
+    ]
+    given += ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1", "logging_steps=1"]
+    given += ["ema_decay=0.9", "held_out=digits:test", "eval_steps=5", "save_steps=4", "crop=resized"]
+    assert main(["classify", *given, f"output={tmp_path / 'one'}"]) == 0
+    said = finish(launched("ddp", ["classify", *given, f"output={tmp_path / 'two'}"]))
+    assert said.count("images/s, peak memory") == 1
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    for name in ("accuracy", "accuracy_top5", "ema_accuracy", "held_out_images", "images"):
+        assert one[name] == other[name]
+    for folder in ("", "ema"):
+        one, other = (load_file(tmp_path / name / folder / "model.safetensors") for name in ("one", "two"))
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-4)
+
+
 def test_mixed_precision_of_shared_weights_does_not_round_the_loss(root, tmp_path):
     """accelerate's policy for FSDP2 returns it in bfloat16, which has eight bits."""
     runs = tmp_path / "one", tmp_path / "two"
