@@ -279,7 +279,7 @@ def test_weights_that_are_no_numbers_end_the_run_and_spare_the_checkpoint(
 ):
     def spoil(model):
         with torch.no_grad():
-            model.lm_head.weight[7, 3] = value
+            list(model.parameters())[-1].view(-1)[3] = value
 
     with_callback(monkeypatch, AtStep(4, spoil))
     output = tmp_path / "run"

@@ -116,10 +116,6 @@ def test_two_processes_classify_as_one(tmp_path):
     one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
     for name in ("accuracy", "accuracy_top5", "ema_accuracy", "held_out_images", "images"):
         assert one[name] == other[name]
-    for folder in ("", "ema"):
-        one, other = (load_file(tmp_path / name / folder / "model.safetensors") for name in ("one", "two"))
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-4)
 
 
 def test_mixed_precision_of_shared_weights_does_not_round_the_loss(root, tmp_path):
