@@ -190,6 +190,8 @@ def _decoded(file: dict, mode: str) -> PIL.Image.Image:
     if content is None:
         if not file.get("path"):
             raise ValueError("there is none")
+        if Path(file["path"]).exists() and not Path(file["path"]).is_file():
+            raise ValueError("it is no regular file")  # of which some would be waited for without end
         content = Path(file["path"]).read_bytes()
     if not content:
         raise ValueError("it is empty")

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 
 import numpy as np
 import PIL.Image
@@ -219,6 +220,7 @@ def truncated():
 def test_damaged_image_does_not_end_a_run_unless_it_shall(tmp_path, capsys, workers):
     bad = {"cat/bad.jpg": truncated(), "dog/empty.png": b"", "dog/text.png": b"not an image"}
     data = damaged(tmp_path / "data", bad)
+    os.mkfifo(data / "dog/pipe.png")
     held_out = damaged(tmp_path / "val", {"cat/bad.jpg": truncated()}, good=5)
     arguments = ["images=null", "images_per_step=8", "epochs=2", f"data={data}", f"held_out={held_out}"]
     output, arguments = tmp_path / "run", [*arguments, "geometry_steps=3", f"workers={workers}"]
@@ -227,7 +229,7 @@ def test_damaged_image_does_not_end_a_run_unless_it_shall(tmp_path, capsys, work
     assert main(command(tmp_path / "stopped", *arguments, "on_bad_data=stop")) == 1
     said = capsys.readouterr().err.rpartition("laplacian-heads classify: ")[2]  # after the progress bar
     assert said.startswith("data: the image ")
-    assert any(name in said for name in bad)
+    assert any(name in said for name in (*bad, "pipe.png"))
 
 
 def test_all_images_damaged_is_said(tmp_path, capsys):
@@ -237,7 +239,7 @@ def test_all_images_damaged_is_said(tmp_path, capsys):
         for number in range(8):
             (data / name / f"{number}.png").write_bytes(b"nothing")
     assert main(command(tmp_path / "run", "images=null", "images_per_step=8", f"data={data}", "held_out=2")) == 1
-    assert "held_out: none of its images can be read." in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "held_out: none of the first 32 images can be read." in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_classes_of_the_held_out_images_go_by_name(tmp_path):
@@ -304,14 +306,18 @@ def test_trained_model_goes_on_with_other_sizes_and_classes(whole, tmp_path):
         (["crop=centre"], "crop is 'centre', allowed are resized, padded, none."),
         (["crop_scale=[1, 0.5]"], "crop_scale is [1, 0.5], allowed are two numbers above 0 and up to 1"),
         (["auto_augment=rand-foo"], "auto_augment is 'rand-foo', allowed are null, 3a, or rand"),
-        (["flip=2"], "flip is 2.0, allowed is a number of at least 0 and at most 1."),
-        (["layer_decay=0"], "layer_decay is 0.0, allowed is a number of above 0 and at most 1."),
-        (["ema_decay=1.5"], "ema_decay is 1.5, allowed is a number of at least 0 and at most 1."),
+        (["flip=2"], "flip is 2.0, allowed is a number from 0 to 1."),
+        (["layer_decay=0"], "layer_decay is 0.0, allowed is a number from 0.001 to 1."),
+        (["ema_decay=1.5"], "ema_decay is 1.5, allowed is a number from 0 to below 1."),
         (["image_size=9"], "image_size is 9, allowed are multiples of patch_size, 4."),
         (["laplacian_heads=3"], "laplacian_heads: the count is 3 in layer 0, allowed is an integer from 0 to"),
         (["hidden_size=null"], "hidden_size is null, allowed for a new model is a value."),
         (["model=x"], "is 4, allowed is null: model has its own."),
         (["drop_path_schedule=up"], "drop_path_schedule is 'up', allowed are constant and linear."),
+        (["label_smoothing=1"], "label_smoothing is 1.0, allowed is a number from 0 to below 1."),
+        (["eval_crop=1e-9"], "eval_crop is 1e-09, allowed is a number from 0.1 to 1."),
+        (["held_out=0"], "held_out is 0, allowed is a source of images, or a number of at least 1."),
+        (["seed=-1"], "seed is -1, allowed is 0 to 4294967295."),
         (["repeats=0"], "repeats is 0, allowed is at least 1."),
     ],
 )

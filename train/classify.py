@@ -85,9 +85,14 @@ class ClassifyRecipe(RunRecipe):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("data", "held_out"):
-            if not getattr(self, name) or (isinstance(self.held_out, int) and self.held_out < 1):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, allowed is a source of images.")
+        if not self.data:
+            raise ValueError(f"data is {self.data!r}, allowed is a source of images.")
+        if not self.held_out or (isinstance(self.held_out, int) and self.held_out < 1):
+            raise ValueError(
+                f"held_out is {self.held_out!r}, allowed is a source of images, or a number of at least 1."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}, allowed is 0 to {2**32 - 1}.")
         if self.images is not None:
             self.check_least(1, "images")
         self.check_least(1, "image_size", "epochs", "images_per_step", "repeats")
@@ -99,12 +104,16 @@ class ClassifyRecipe(RunRecipe):
         for name in rates[1:]:
             if getattr(self, name) > self.learning_rate:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is at most learning_rate.")
-        shares = ("label_smoothing", "mix_probability", "mix_switch_probability", "flip", "random_erasing")
-        for name in (*shares, "layer_decay", "eval_crop", "ema_decay"):
-            value = getattr(self, name)
-            least = "above 0" if name in ("layer_decay", "eval_crop") else "at least 0"
-            if value is not None and not (0 <= value <= 1 and (value > 0 or least == "at least 0")):
-                raise ValueError(f"{name} is {value}, allowed is a number of {least} and at most 1.")
+        shares = ("mix_probability", "mix_switch_probability", "flip", "random_erasing")
+        for name in shares:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from 0 to 1.")
+        for name in ("label_smoothing", "ema_decay"):  # with 1 there would be nothing to learn, and nothing averaged
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from 0 to below 1.")
+        for name, least in (("layer_decay", 1e-3), ("eval_crop", 0.1)):
+            if not least <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from {least} to 1.")
         if self.warmup_epochs >= self.epochs:
             raise ValueError(f"warmup_epochs is {self.warmup_epochs}, allowed is less than epochs, {self.epochs}.")
         scale = self.crop_scale
@@ -372,13 +381,16 @@ def _train(recipe, output, model, train, held_out):
     )
     if trainer.is_fsdp_enabled:
         raise ValueError("classify works in one process or with DDP, not with FSDP.")
+    rows = [measured[number] for number in range(min(GEOMETRY_IMAGES, len(measured)))]
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row
+    rows = [row for row in rows if row is not None]
+    if not rows:  # found before the training rather than after it
+        raise ValueError(f"held_out: none of the first {GEOMETRY_IMAGES} images can be read.")
     if recipe.geometry_steps is not None:
         if trainer.pop_callback(ProgressCallback):
             trainer.add_callback(BriefProgressCallback())
-        rows = [measured[number] for number in range(min(GEOMETRY_IMAGES, len(measured)))]
-        rows = [row for row in rows if isinstance(row, dict)]
-        if not rows:
-            raise ValueError("held_out: none of its images can be read.")
         trainer.add_callback(GeometryCallback(trainer, rows, recipe.geometry_steps))
     if last:
         print(f"going on at step {saved['global_step']} of {steps}")
@@ -432,15 +444,14 @@ def _config(recipe: ClassifyRecipe) -> LaplaceViTConfig:
     """The configuration of a run's model, which may be one that a shipped recipe will write; without its classes."""
     if recipe.model is None:
         return recipe.config([])
+    made = [load(ClassifyRecipe, path.stem) for path in SHIPPED.glob("vit_*.yaml")]
+    made = [first for first in made if first.output == recipe.model]
     try:
-        config = LaplaceViTConfig.from_pretrained(recipe.model, num_labels=0)
-    except (OSError, ValueError) as error:
-        for path in SHIPPED.glob("vit_*.yaml"):
-            first = load(ClassifyRecipe, path.stem)
-            if first.output == recipe.model:
-                config = _config(first)
-                break
+        if made and not Path(recipe.model).is_dir():
+            config = _config(made[0])
         else:
-            raise ValueError(f"There is no LaplaceViT in {recipe.model}, on whose size the budget depends.") from error
+            config = LaplaceViTConfig.from_pretrained(recipe.model, num_labels=0)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"There is no LaplaceViT in {recipe.model}, on whose size the budget depends.") from error
     config.image_size = recipe.image_size
     return config
