@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
+import PIL.Image
 import torch
 from transformers import BaseImageProcessor
 from transformers.utils import logging
@@ -19,7 +20,27 @@ logger = logging.get_logger(__name__)
 MOST_BAD = 100
 
 
-class AugmentedImages(torch.utils.data.Dataset):
+class _Readable(torch.utils.data.Dataset):
+    """Images, of which damaged ones may be left out."""
+
+    def __init__(self, images: Images, skip: bool):
+        self.images, self.skip = images, skip
+        self.warned = set()
+
+    def read(self, number: int) -> PIL.Image.Image | BadImageError | None:
+        """An image; of a damaged one the error or, if such are left out, None, which is warned of once."""
+        try:
+            return self.images.picture(number)
+        except BadImageError as error:
+            if not self.skip:
+                return error
+            if number not in self.warned:
+                self.warned.add(number)
+                logger.warning(f"{error} It is left out.")
+            return None
+
+
+class AugmentedImages(_Readable):
     """Draws of images as (tensor, label, seed of the draw), or the error that ends the run, for the reader to raise.
 
     A damaged image is replaced by the one after it where that is allowed.
@@ -31,21 +52,16 @@ class AugmentedImages(torch.utils.data.Dataset):
     """
 
     def __init__(self, images: Images, transform: Callable, skip: bool):
-        self.images, self.transform, self.skip = images, transform, skip
-        self.warned = set()
+        super().__init__(images, skip)
+        self.transform = transform
 
     def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, int] | BadImageError:
         for after in range(MOST_BAD):
             number = (draw.index + after) % len(self.images)
-            try:
-                picture = self.images.picture(number)
-            except BadImageError as error:
-                if not self.skip:
-                    return error
-                if number not in self.warned:
-                    self.warned.add(number)
-                    logger.warning(f"{error} It is left out.")
-            else:
+            picture = self.read(number)
+            if isinstance(picture, BadImageError):
+                return picture
+            if picture is not None:
                 with seeded(draw.seed):
                     return self.transform(picture), int(self.images.labels[number]), draw.seed
         return BadImageError(
@@ -106,7 +122,7 @@ class TrainingBatches:
             yield {"pixel_values": images, "labels": targets}
 
 
-class HeldOutImages(torch.utils.data.Dataset):
+class HeldOutImages(_Readable):
     """Images as the saved image processor makes them: what is measured is what a user of the model will see.
 
     A row is a dict of pixel_values (channels, height, width) and labels, an int; None for a damaged image that is left
@@ -114,22 +130,16 @@ class HeldOutImages(torch.utils.data.Dataset):
     """
 
     def __init__(self, images: Images, processor: BaseImageProcessor, skip: bool):
-        self.images, self.processor, self.skip = images, processor, skip
-        self.warned = set()
+        super().__init__(images, skip)
+        self.processor = processor
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, number: int) -> dict | BadImageError | None:
-        try:
-            picture = self.images.picture(number)
-        except BadImageError as error:
-            if not self.skip:
-                return error
-            if number not in self.warned:
-                self.warned.add(number)
-                logger.warning(f"{error} It is left out.")
-            return None
+        picture = self.read(number)
+        if picture is None or isinstance(picture, BadImageError):
+            return picture
         values = self.processor(picture, return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": values, "labels": int(self.images.labels[number])}
 
