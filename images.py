@@ -76,6 +76,20 @@ class Images:
         labels = None if self.labels is None else self.labels[numbers]
         return dataclasses.replace(self, labels=labels, rows=self.rows[numbers])
 
+    def with_classes(self, names: list[str]) -> "Images":
+        """Held-out images with the numbers that their classes have among those of the training data.
+
+        Raises:
+            ValueError: a class is not among them.
+        """
+        if self.names == names or self.labels is None:
+            return self
+        unknown = [name for name in self.names if name not in names]
+        if unknown:
+            raise ValueError(f"held_out: {self.data} has the class {unknown[0]!r}, which data does not have.")
+        numbers = np.array([names.index(name) for name in self.names])
+        return dataclasses.replace(self, names=names, labels=numbers[self.labels])
+
     def _file(self, number: int) -> dict | None:
         return self.dataset[int(self.rows[number])][self.column]
 
@@ -100,7 +114,7 @@ def load(data: str, label: str | None = None) -> Images:
     Raises:
         ValueError: there is no such source, it has no images, or several or wrong labels.
     """
-    dataset, root = _dataset(data)
+    dataset, root = dataset_of(data)
     image, candidates = _image_column(data, dataset), _label_columns(dataset.features)
     if label is not None:
         columns = [name for name, feature in dataset.features.items() if _is_label(feature)]
@@ -147,7 +161,7 @@ def sample(data: str, count: int) -> Sample:
     Raises:
         ValueError: there is no such source, or it has no images.
     """
-    dataset, _ = _dataset(data, stream=True)
+    dataset, _ = dataset_of(data, stream=True)
     image, candidates = _image_column(data, dataset), _label_columns(dataset.features)
     stored = isinstance(dataset, datasets.Dataset)
     if not stored:  # of a stream the numbers of classes are known at its end only
@@ -220,12 +234,12 @@ def _decoded(file: dict, mode: str) -> PIL.Image.Image:
     return picture.convert(mode)
 
 
-def _dataset(data: str, stream: bool = False) -> tuple[datasets.Dataset | datasets.IterableDataset, Path | None]:
+def dataset_of(data: str, stream: bool = False) -> tuple[datasets.Dataset | datasets.IterableDataset, Path | None]:
     """A source as a dataset, and the folder that its files lie in if it is one with a folder for each class."""
     name, *rest = data.split(":")
     if name == "digits":
         return _digits(data, *rest), None
-    path, split = _local(data)
+    path, split = local(data)
     if path is None:
         return _hub(data, stream, *data.split(":")), None
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -237,7 +251,7 @@ def _dataset(data: str, stream: bool = False) -> tuple[datasets.Dataset | datase
     return _read(data, datasets.Dataset.from_parquet, str(path)), None
 
 
-def _local(data: str) -> tuple[Path | None, str | None]:
+def local(data: str) -> tuple[Path | None, str | None]:
     """The file or folder that there is, and the split that is asked of it."""
     folder, _, split = data.rpartition(":")
     for place, of_it in ((data, None), (folder.removesuffix(":"), split or None)):
@@ -308,7 +322,7 @@ def _folder(data: str, path: Path, split: str | None) -> tuple[datasets.Dataset,
         parts = {}  # a class may be called train
     root = parts.get(SPLITS.get(split or "train", split), path)
     files = _read(data, lambda: sorted(_files(str(root))))
-    pictures = [name for name in files if name.lower().endswith(_suffixes())]
+    pictures = [name for name in files if name.lower().endswith(suffixes())]
     if not pictures or any(name.endswith(".parquet") or name.startswith("metadata.") for name in files):
         return _read(data, datasets.load_dataset, str(path), split=split or "train"), None
     if root is path and (parts or split):
@@ -351,7 +365,7 @@ def _files(folder: str, inner: str = "") -> Iterator[str]:
 
 
 @functools.cache
-def _suffixes() -> tuple[str, ...]:
+def suffixes() -> tuple[str, ...]:
     return tuple(end for end, kind in PIL.Image.registered_extensions().items() if kind in PIL.Image.OPEN)
 
 

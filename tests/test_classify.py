@@ -1,5 +1,6 @@
 """Training image classifiers: going on, exact measurement, damaged images, averages, and recipes."""
 
+import functools
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from laplacian_heads.train.checkpoints import last_checkpoint
 from laplacian_heads.train.draws import Draws
 from laplacian_heads.train.ema import EMACallback
 from laplacian_heads.train.parameter_groups import make_optimizer
-from laplacian_heads.train.pictures import AugmentedImages, HeldOutImages, TrainingBatches
+from laplacian_heads.train.pictures import AugmentedImages, HeldOutImages, TrainingBatches, mixed
 
 ROOT = recipes.SHIPPED.parent
 VIT = sorted(path.stem for path in recipes.SHIPPED.glob("vit_*.yaml"))
@@ -185,7 +186,8 @@ def test_batches_are_the_draws(tmp_path):
         calls.append(torch.rand(()).item())
         return torch.tensor(np.asarray(picture)[..., 0]).float()
 
-    augmented, mixing = AugmentedImages(found, transform, False), Mixing(0, 0, 1.0, 0.5, 0.0, 10)
+    augmented = AugmentedImages(found, transform, False)
+    mixing = functools.partial(mixed, Mixing(0, 0, 1.0, 0.5, 0.0, 10))
     state = torch.get_rng_state()
     parts = [iter(TrainingBatches(augmented, draws, mixing, 1, process, 2)) for process in (0, 1)]
     taken = [next(parts[number % 2]) for number in range(4)]
@@ -404,7 +406,10 @@ def test_step_of_a_recipe_is_the_step_of_its_parts(tmp_path, monkeypatch):
     optimizer = make_optimizer(model, "lamb", recipe.learning_rate, 0.3)
     draws = Draws(64, 16, 8, 1, 0)
     batches = iter(
-        TrainingBatches(AugmentedImages(train, recipe.transform(), True), draws, Mixing(0.4, 0, 1, 0.5, 0.1, 10))
+        TrainingBatches(
+            AugmentedImages(train, recipe.transform(), True),
+            *(draws, functools.partial(mixed, Mixing(0.4, 0, 1, 0.5, 0.1, 10))),
+        )
     )
     for step in range(2):
         for _ in range(2):

@@ -1,20 +1,20 @@
 """Training image classifiers: the verb `classify`."""
 
 import dataclasses
+import functools
 import itertools
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import BitImageProcessor, ProgressCallback, TrainingArguments, set_seed
-from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
+from transformers import ProgressCallback, TrainingArguments, set_seed
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from laplacian_heads import images
 from laplacian_heads.accuracy import Accuracy
 from laplacian_heads.configuration import LaplaceViTConfig
 from laplacian_heads.files import check_model
+from laplacian_heads.images import Images
 from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification
 from laplacian_heads.recipes import SHIPPED, load
 from laplacian_heads.train import budget
@@ -25,28 +25,31 @@ from laplacian_heads.train.draws import Draws
 from laplacian_heads.train.ema import EMACallback
 from laplacian_heads.train.geometry import GeometryCallback
 from laplacian_heads.train.parameter_groups import OPTIMIZERS, make_optimizer
-from laplacian_heads.train.pictures import AugmentedImages, HeldOutImages, TrainingBatches, collate
-from laplacian_heads.train.recipe import RunRecipe, this_process
+from laplacian_heads.train.pictures import (
+    AugmentedImages,
+    HeldOutImages,
+    TrainingBatches,
+    collate,
+    first_rows,
+    mixed,
+    processor,
+    split,
+)
+from laplacian_heads.train.recipe import ImageRecipe, this_process
 from laplacian_heads.train.run import arguments, claimed, complete, finish, is_finished, peak_memory
 from laplacian_heads.train.trainer import RunTrainer
 
-# Held-out images that geometry is measured on: as many whatever the batch size, so that runs can be compared.
-GEOMETRY_IMAGES = 32
 # What a new model is made of; a model that is trained on has its own.
 SHAPE = ("patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "laplacian_heads", "qk_norm")
 SCALE = "layer_scale_init_value"  # which a new model may do without
 
 
 @dataclasses.dataclass(kw_only=True)
-class ClassifyRecipe(RunRecipe):
+class ClassifyRecipe(ImageRecipe):
     """Keys of the recipes for image classifiers; the shipped ones say what they mean."""
 
-    data: str
-    label: str | None
     held_out: str | int
-    images: int | None
     model: str | None
-    image_size: int
     patch_size: int | None
     hidden_size: int | None
     num_hidden_layers: int | None
@@ -54,16 +57,8 @@ class ClassifyRecipe(RunRecipe):
     laplacian_heads: int | list | dict | None
     qk_norm: bool | None
     layer_scale_init_value: float | None
-    drop_path_rate: float
-    drop_path_schedule: str
-    epochs: int
-    images_per_step: int
     optimizer: str
-    learning_rate: float
     warmup_learning_rate: float
-    min_learning_rate: float
-    warmup_epochs: int
-    weight_decay: float
     layer_decay: float
     eps: float
     ema_decay: float | None
@@ -76,53 +71,24 @@ class ClassifyRecipe(RunRecipe):
     mix_switch_probability: float
     crop: str
     crop_scale: list
-    flip: float
     auto_augment: str | None
     color_jitter: float
     random_erasing: float
     repeats: int
-    eval_crop: float
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.data:
-            raise ValueError(f"data is {self.data!r}, allowed is a source of images.")
-        if not self.held_out or (isinstance(self.held_out, int) and self.held_out < 1):
-            raise ValueError(
-                f"held_out is {self.held_out!r}, allowed is a source of images, or a number of at least 1."
-            )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}, allowed is 0 to {2**32 - 1}.")
-        if self.images is not None:
-            self.check_least(1, "images")
-        self.check_least(1, "image_size", "epochs", "images_per_step", "repeats")
-        self.check_least(0, "warmup_epochs")
-        rates = ("learning_rate", "warmup_learning_rate", "min_learning_rate")
-        self.check_numbers(*rates, "weight_decay", "eps", "mixup", "cutmix", "color_jitter")
-        if self.learning_rate == 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}, allowed is a number above 0.")
-        for name in rates[1:]:
-            if getattr(self, name) > self.learning_rate:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is at most learning_rate.")
-        shares = ("mix_probability", "mix_switch_probability", "flip", "random_erasing")
-        for name in shares:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from 0 to 1.")
+        self.check_least(1, "repeats")
+        self.check_numbers("warmup_learning_rate", "eps", "mixup", "cutmix", "color_jitter")
+        if self.warmup_learning_rate > self.learning_rate:
+            raise ValueError(f"warmup_learning_rate is {self.warmup_learning_rate}, allowed is at most learning_rate.")
+        self.check_shares("mix_probability", "mix_switch_probability", "random_erasing")
+        self.check_scale("crop_scale")
         for name in ("label_smoothing", "ema_decay"):  # with 1 there would be nothing to learn, and nothing averaged
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from 0 to below 1.")
-        for name, least in (("layer_decay", 1e-3), ("eval_crop", 0.1)):
-            if not least <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from {least} to 1.")
-        if self.warmup_epochs >= self.epochs:
-            raise ValueError(f"warmup_epochs is {self.warmup_epochs}, allowed is less than epochs, {self.epochs}.")
-        scale = self.crop_scale
-        if (
-            len(scale) != 2
-            or not all(isinstance(part, int | float) for part in scale)
-            or not 0 < scale[0] <= scale[1] <= 1
-        ):
-            raise ValueError(f"crop_scale is {scale}, allowed are two numbers above 0 and up to 1, the smaller first.")
+        if not 1e-3 <= self.layer_decay <= 1:
+            raise ValueError(f"layer_decay is {self.layer_decay}, allowed is a number from 0.001 to 1.")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, allowed are {' and '.join(OPTIMIZERS)}.")
         check_batch_size(self.batch_size, self.mixup, self.cutmix)
@@ -135,12 +101,6 @@ class ClassifyRecipe(RunRecipe):
             self.config(["a", "b"])  # refuses wrong values before any work
         elif given:
             raise ValueError(f"{given[0]} is {getattr(self, given[0])!r}, allowed is null: model has its own.")
-        batch = self.batch_size * this_process().num_processes
-        if self.images_per_step % batch:
-            raise ValueError(
-                f"images_per_step is {self.images_per_step}, allowed are multiples of {batch}, which is batch_size "
-                f"times {this_process().num_processes} processes."
-            )
 
     def config(self, names: list[str]) -> LaplaceViTConfig:
         """Of a new model with these classes."""
@@ -163,16 +123,6 @@ class ClassifyRecipe(RunRecipe):
             auto_augment=self.auto_augment,
             color_jitter=self.color_jitter,
             random_erasing=self.random_erasing,
-        )
-
-    def processor(self) -> BitImageProcessor:
-        """What the model is measured with, and what is saved beside it."""
-        return BitImageProcessor(
-            size={"shortest_edge": round(self.image_size / self.eval_crop)},
-            crop_size={"height": self.image_size, "width": self.image_size},
-            resample=PILImageResampling.BICUBIC,
-            image_mean=list(IMAGENET_DEFAULT_MEAN),
-            image_std=list(IMAGENET_DEFAULT_STD),
         )
 
 
@@ -200,35 +150,13 @@ def classify(recipe: ClassifyRecipe, dry_run: bool = False) -> None:
             _train(recipe, output, model, train, held_out)
 
 
-def _data(recipe: ClassifyRecipe) -> tuple[images.Images, images.Images]:
-    """What to train on and what to measure on, with the same numbers of the same classes."""
-    with this_process().main_process_first():  # what is fetched, is fetched once
-        train = images.load(recipe.data, recipe.label)
-        held_out = None if isinstance(recipe.held_out, int) else images.load(recipe.held_out, recipe.label)
+def _data(recipe: ClassifyRecipe) -> tuple[Images, Images]:
+    """What to train on and what to measure on."""
+    train, held_out = split(recipe)
     for name, found in (("data", train), ("held_out", held_out)):
-        if found is not None and found.labels is None:
+        if found.labels is None:
             raise ValueError(f"{name}: {found.data} has no classes.")
-    order = np.random.default_rng(recipe.seed).permutation(len(train))
-    if held_out is None:
-        if recipe.held_out >= len(train):
-            raise ValueError(f"held_out is {recipe.held_out}, allowed is less than the {len(train)} images of data.")
-        held_out, order = train.select(np.sort(order[: recipe.held_out])), order[recipe.held_out :]
-    else:
-        held_out = _with_classes(held_out, train.names)
-    if recipe.images is not None and recipe.images > len(order):
-        raise ValueError(f"images is {recipe.images}, allowed are at most the {len(order)} of {recipe.data}.")
-    return train.select(np.sort(order[: recipe.images])), held_out
-
-
-def _with_classes(held_out: images.Images, names: list[str]) -> images.Images:
-    """Held-out images with the numbers that their classes have in the training data."""
-    if held_out.names == names:
-        return held_out
-    unknown = [name for name in held_out.names if name not in names]
-    if unknown:
-        raise ValueError(f"held_out: {held_out.data} has the class {unknown[0]!r}, which data does not have.")
-    numbers = np.array([names.index(name) for name in held_out.names])
-    return dataclasses.replace(held_out, names=names, labels=numbers[held_out.labels])
+    return train, held_out
 
 
 def _model(recipe: ClassifyRecipe, names: list[str]) -> LaplaceViTForImageClassification:
@@ -343,11 +271,11 @@ def _train(recipe, output, model, train, held_out):
     )
     batches = TrainingBatches(
         AugmentedImages(train, recipe.transform(), recipe.skip),
-        *(draws, mixing, saved.get("global_step", 0)),
+        *(draws, functools.partial(mixed, mixing), saved.get("global_step", 0)),
         *(state.process_index, state.num_processes, recipe.workers),
     )
-    processor = recipe.processor()
-    measured = HeldOutImages(held_out, processor, recipe.skip)
+    processing = processor(recipe.image_size, recipe.eval_crop)
+    measured = HeldOutImages(held_out, processing, recipe.skip)
     ema = None if recipe.ema_decay is None else EMACallback(model, recipe.ema_decay)
     if ema and last:
         ema.load(last)
@@ -366,7 +294,7 @@ def _train(recipe, output, model, train, held_out):
         ),
         callbacks=[*([ema] if ema else []), termination],
         eval_dataset=measured,
-        processing_class=processor,
+        processing_class=processing,
         data_collator=collate,
         optimizer=make_optimizer(
             *(model, recipe.optimizer, recipe.learning_rate, recipe.weight_decay, recipe.layer_decay, recipe.eps)
@@ -381,13 +309,7 @@ def _train(recipe, output, model, train, held_out):
     )
     if trainer.is_fsdp_enabled:
         raise ValueError("classify works in one process or with DDP, not with FSDP.")
-    rows = [measured[number] for number in range(min(GEOMETRY_IMAGES, len(measured)))]
-    for row in rows:
-        if isinstance(row, Exception):
-            raise row
-    rows = [row for row in rows if row is not None]
-    if not rows:  # found before the training rather than after it
-        raise ValueError(f"held_out: none of the first {GEOMETRY_IMAGES} images can be read.")
+    rows = first_rows(measured)
     if recipe.geometry_steps is not None:
         if trainer.pop_callback(ProgressCallback):
             trainer.add_callback(BriefProgressCallback())
@@ -418,11 +340,11 @@ def _train(recipe, output, model, train, held_out):
     trainer.save_state()
     if state.is_main_process:
         model.save_pretrained(output)
-        processor.save_pretrained(output)
+        processing.save_pretrained(output)
         if ema:
             shutil.rmtree(output / "ema", ignore_errors=True)
             ema.model.save_pretrained(output / "ema")
-            processor.save_pretrained(output / "ema")
+            processing.save_pretrained(output / "ema")
         finish(trainer, results)
         print(
             f"{output}: accuracy {results['accuracy']:.2%} on {results['held_out_images']:,} held-out images, "

@@ -102,6 +102,72 @@ class StageRecipe(RunRecipe):
             )
 
 
+@dataclasses.dataclass(kw_only=True)
+class ImageRecipe(RunRecipe):
+    """Keys of the recipes that train on images."""
+
+    data: str
+    label: str | None
+    held_out: str | int | None
+    images: int | None
+    image_size: int
+    drop_path_rate: float
+    drop_path_schedule: str
+    epochs: int
+    images_per_step: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_epochs: int
+    weight_decay: float
+    flip: float
+    eval_crop: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.data:
+            raise ValueError(f"data is {self.data!r}, allowed is a source of images.")
+        if self.held_out == "" or (isinstance(self.held_out, int) and self.held_out < 1):
+            raise ValueError(
+                f"held_out is {self.held_out!r}, allowed is a source of images, or a number of at least 1."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}, allowed is 0 to {2**32 - 1}.")
+        if self.images is not None:
+            self.check_least(1, "images")
+        self.check_least(1, "image_size", "epochs", "images_per_step")
+        self.check_least(0, "warmup_epochs")
+        self.check_numbers("learning_rate", "min_learning_rate", "weight_decay")
+        if self.learning_rate == 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}, allowed is a number above 0.")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate is {self.min_learning_rate}, allowed is at most learning_rate.")
+        self.check_shares("flip")
+        if not 0.1 <= self.eval_crop <= 1:
+            raise ValueError(f"eval_crop is {self.eval_crop}, allowed is a number from 0.1 to 1.")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs is {self.warmup_epochs}, allowed is less than epochs, {self.epochs}.")
+        batch = self.batch_size * this_process().num_processes
+        if self.images_per_step % batch:
+            raise ValueError(
+                f"images_per_step is {self.images_per_step}, allowed are multiples of {batch}, which is batch_size "
+                f"times {this_process().num_processes} processes."
+            )
+
+    def check_shares(self, *names: str) -> None:
+        """Raise ValueError unless these keys are from 0 to 1."""
+        for name in names:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed is a number from 0 to 1.")
+
+    def check_scale(self, *names: str) -> None:
+        """Raise ValueError unless these keys are least and largest shares of an area."""
+        for name in names:
+            scale = getattr(self, name)
+            numbers = len(scale) == 2 and all(isinstance(part, int | float) for part in scale)
+            if not numbers or not 0 < scale[0] <= scale[1] <= 1:
+                raise ValueError(f"{name} is {scale}, allowed are two numbers above 0 and up to 1, the smaller first.")
+
+
 def this_process() -> PartialState:
     """Which process of the run this is, and of how many. Without a GPU, several are connected only if asked for so."""
     return PartialState(cpu=not torch.accelerator.is_available())
