@@ -2,7 +2,11 @@
 
 import hashlib
 import json
+import re
+import tempfile
 from pathlib import Path
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Stopped(Exception):
@@ -54,3 +58,28 @@ def check_model(model: str) -> None:
         looks_local |= path.parent.is_dir()
     if looks_local and not path.is_dir():
         raise ValueError(f"There is no folder {model}.")
+
+
+def newest(name: str) -> str:
+    """The folder of a model; of a run that is still in training the newest checkpoint, if there is one."""
+    check_model(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").exists():
+        checkpoints = {
+            int(match[1]): path
+            for path in folder.iterdir()
+            if (match := CHECKPOINT.fullmatch(path.name)) and any(path.glob("*.safetensors"))
+        }
+        if not checkpoints:
+            raise ValueError(f"There is no model in {name}, nor a checkpoint of a run.")
+        return str(checkpoints[max(checkpoints)])
+    return name
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be made in a folder, before there is work to lose."""
+    make_folder(folder)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"output: {folder} cannot be written to ({error.strerror}).") from error

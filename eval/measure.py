@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,13 +28,12 @@ from laplacian_heads.eval import geometry_plots, geometry_report
 from laplacian_heads.eval.geometry_inputs import Batch, image_batches, sequences, text_batches
 from laplacian_heads.eval.geometry_survey import METRICS, Points, Survey, classifier
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.files import check_model, make_folder, weights_hash, write
+from laplacian_heads.files import check_writable, newest, weights_hash, write
 from laplacian_heads.images import sample
 from laplacian_heads.laplacian import heads_by_layer
 
 POINTS = 2000  # of the scatter plot
 SEQUENCES, IMAGES = 64, 2000  # that are measured if the recipe does not say how many
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclasses.dataclass
@@ -97,7 +94,7 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         OSError: a model cannot be read, or a file not written.
     """
     state = PartialState(cpu=not torch.accelerator.is_available())
-    folders = {name: _newest(name) for name in recipe.models}
+    folders = {name: newest(name) for name in recipe.models}
     configs = {name: _config(folder, recipe) for name, folder in folders.items()}
     several = len(recipe.models) > 1
     targets = {name: results_folder(folder, None if several else recipe.output) for name, folder in folders.items()}
@@ -110,8 +107,8 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         return
 
     for folder in {pages, *targets.values()} if state.is_main_process else ():
-        _check_writable(folder)
-    shown = _short(recipe.models)
+        check_writable(folder)
+    shown = short(recipe.models)
     measured, points, logs = {}, {}, {}
     for model, folder in folders.items():
         name = shown[model]
@@ -128,26 +125,10 @@ def geometry(recipe: GeometryRecipe, dry_run: bool = False) -> None:
         print(f"\n{pages / 'report.html'}")
 
 
-def _short(models: list[str]) -> dict[str, str]:
+def short(models: list[str]) -> dict[str, str]:
     """What to call each model: its folder's name, if no two are alike; reports are published, paths are private."""
     names = {model: Path(model).name if Path(model).expanduser().is_dir() else model for model in models}
     return names if len(set(names.values())) == len(models) else {model: model for model in models}
-
-
-def _newest(name: str) -> str:
-    """The folder of a model; of a run that is still in training the newest checkpoint, if there is one."""
-    check_model(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
-        checkpoints = {
-            int(match[1]): path
-            for path in folder.iterdir()
-            if (match := CHECKPOINT.fullmatch(path.name)) and any(path.glob("*.safetensors"))
-        }
-        if not checkpoints:
-            raise ValueError(f"There is no model in {name}, nor a checkpoint of a run.")
-        return str(checkpoints[max(checkpoints)])
-    return name
 
 
 def _config(name: str, recipe: GeometryRecipe):
@@ -166,15 +147,6 @@ def _config(name: str, recipe: GeometryRecipe):
 def _size(config) -> str:
     layers, width = (getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size"))
     return config.model_type if None in (layers, width) else f"{layers} layers of width {width}"
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise ValueError unless files can be made in a folder, before there is work to lose."""
-    make_folder(folder)
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"output: {folder} cannot be written to ({error.strerror}).") from error
 
 
 def _log(folder: str) -> list[dict]:
@@ -239,7 +211,7 @@ def _measured(name: str, config, recipe: GeometryRecipe) -> tuple[dict, Points |
         "sequences": survey.sequences,
         "tokens": survey.tokens,
         "classes_are": ("labels" if survey.images else "next tokens") if names else None,
-        "laplacian_heads": _heads(config),
+        "laplacian_heads": heads(config),
         "layers": survey.layers(),
     }
     plotted = "pca" in recipe.metrics and state.is_main_process
@@ -291,7 +263,7 @@ def _images(name: str, model: PreTrainedModel, recipe: GeometryRecipe) -> tuple[
     return batches, found.count, dict(zip(numbers, found.names, strict=True)), by_name or unnamed
 
 
-def _heads(config) -> list[list[int]] | None:
+def heads(config) -> list[list[int]] | None:
     heads = getattr(config, "laplacian_heads", None)
     if heads is None:
         return None

@@ -275,8 +275,8 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path):
     for name in ("k0/pretrain", "k5/pretrain", "k5/sft"):
         (tmp_path / name).mkdir(parents=True)
     one, other, third = (str(tmp_path / name) for name in ("k0/pretrain", "k5/pretrain", "k5/sft"))
-    assert measure._short([one, third, "owner/name"]) == {one: "pretrain", third: "sft", "owner/name": "owner/name"}
-    assert measure._short([one, other]) == {one: one, other: other}
+    assert measure.short([one, third, "owner/name"]) == {one: "pretrain", third: "sft", "owner/name": "owner/name"}
+    assert measure.short([one, other]) == {one: one, other: other}
 
 
 def test_one_model_has_its_report_in_its_folder(folder, tmp_path):
