@@ -40,10 +40,30 @@ VERBS = {
         *("train.classify", "classify", "ClassifyRecipe", "vision", "recipe", "vit_tiny_digits"),
         "train a LaplaceViT to classify images",
     ),
+    "dino": (
+        *("train.dino", "dino", "DinoRecipe", "dino", "recipe", "dino_tiny_digits"),
+        "train a LaplaceViT on images without labels",
+    ),
     "eval": ("eval.evaluate", "evaluate", "EvalRecipe", "eval", "model", "eval", "score a model with lm-eval"),
     "geometry": (
         *("eval.measure", "geometry", "GeometryRecipe", "eval", "models", "geometry"),
         "measure and picture how tokens lie in models' hidden states",
+    ),
+    "probe": (
+        *("eval.probe", "probe", "ProbeRecipe", "demo-vision", "model", "probe"),
+        "train linear classifiers on a vision model's frozen features",
+    ),
+    "knn": (
+        *("eval.probe", "knn", "KnnRecipe", "demo-vision", "model", "knn"),
+        "classify images by nearest neighbours among a vision model's frozen features",
+    ),
+    "segment": (
+        *("eval.segment", "segment", "SegmentRecipe", "eval", "model", "segment"),
+        "train a linear head that segments pictures on a vision model's frozen patches",
+    ),
+    "pca": (
+        *("eval.pca", "pca", "PcaRecipe", "eval", "models", "pca"),
+        "show the principal components of vision models' patches as colours",
     ),
     "compare": ("eval.compare", "compare", "CompareRecipe", "eval", "models", "compare", "set runs side by side"),
     "chat": ("eval.chat", "chat", "ChatRecipe", "eval", "model", "chat", "talk to a model in the terminal"),
@@ -127,8 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _others(verb: str, default: str) -> str:
-    # Those of image classifiers are named after their data.
-    pattern = "vit_*.yaml" if verb == "classify" else f"*_{verb}.yaml"
+    # Those of models of images are named after their data.
+    pattern = {"classify": "vit_*.yaml", "dino": "dino_*.yaml"}.get(verb, f"*_{verb}.yaml")
     names = [path.stem for path in sorted(recipes.SHIPPED.glob(pattern)) if path.stem != default]
     return f"other shipped recipes: {', '.join(names)}\n\n" if names else ""
 

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from laplacian_heads import laplacian, model_card
 from laplacian_heads.configuration import LaplaceGPTConfig, LaplaceViTConfig
+from laplacian_heads.eval import compare
 from laplacian_heads.files import read_json, weights_hash
 
 ROOT = Path(laplacian.__file__).parent
@@ -36,7 +37,7 @@ PUBLISHED = {
     LaplaceGPTConfig: ["AutoModelForCausalLM"],
     LaplaceViTConfig: ["AutoModelForImageClassification", "AutoModel", "AutoModelForMaskedImageModeling"],
 }
-MEASURED = ("results.json", "eval.json", "geometry.json", "*.png")  # copied from the run where it is
+MEASURED = ("results.json", "eval.json", "geometry.json", *compare.FROZEN, "*.png")  # copied from the run where it is
 REPORT = "geometry"  # the one folder in a repository, with the Markdown and the pictures of a run's report
 SHARD = "2GB"  # of the weights, at most; a broken transfer begins again with a shard
 SUFFIXES = {".safetensors", ".json", ".jinja", ".md", ".png", ".py", ".yaml"}  # nothing pickled
@@ -212,10 +213,12 @@ def _check_run(run: Path) -> None:
             raise ValueError(f"model is {run}, whose training is not finished: the command that began it goes on.")
         raise ValueError(f"model is {run}, which has no config.json; allowed is the folder of a run.")
     weights = weights_hash(run)
-    for name, verb in (("eval.json", "eval"), ("geometry.json", "geometry")):
+    for name in ("eval.json", "geometry.json", *compare.FROZEN):
         content = read_json(run / name) if (run / name).exists() else {}
         if content.get("weights") not in (None, weights):
-            raise ValueError(f"{run / name} is of other weights than {run} has now; call {verb} again, or delete it.")
+            raise ValueError(
+                f"{run / name} is of other weights than {run} has now; call {Path(name).stem} again, or delete it."
+            )
 
 
 @contextlib.contextmanager

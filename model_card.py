@@ -50,6 +50,8 @@ STAGE_COLUMNS = {
     "hours": ("hours", ".2f"),
     "hardware": ("hardware", ""),
     "held-out loss, nats": ("loss", ".4f"),
+    "DINO's loss, nats": ("dino_loss", ".4f"),
+    "k-NN accuracy": ("knn_accuracy", ".4f"),
     "bits per byte": ("bits_per_byte", ".4f"),
     "seed": ("seed", ""),
 }
@@ -255,7 +257,7 @@ def write(folder: Path, repo: str, revision: str, license: str, run: Path, twin:
             limits, pipeline = CLASSIFIER_LIMITS + IMAGE_LIMITS, "image-classification"
         else:
             limits, pipeline = BACKBONE_LIMITS + IMAGE_LIMITS, "image-feature-extraction"
-        scores, index = _accuracy(run, twin), _accuracy_index(run)
+        scores, index = [*_accuracy(run, twin), *_frozen(folder)], _accuracy_index(run)
     parts = [
         f"# {repo.partition('/')[2]}",
         _what(kind, config, layers),
@@ -405,6 +407,23 @@ def _accuracy(run: Path, twin: Path | None) -> list[str]:
     return parts
 
 
+def _frozen(folder: Path) -> list[str]:
+    """What was measured of a staged model's frozen features."""
+    if not any((folder / name).exists() for name in compare.FROZEN):
+        return []
+    lines = ["| measure | score | data | held-out data |", "|---" * 4 + "|"]
+    for name, score in compare.read([folder])["scores"].items():
+        if score.frozen:
+            error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
+            lines.append(f"| {name} | {score.value:.4f}{error} | {_named(score.data)} | {_named(score.held_out)} |")
+    what = "of drawing so many images"
+    return [
+        "## Frozen features",
+        "\n".join(lines),
+        f"± is one standard error, {what}; the files say how each was measured.",
+    ]
+
+
 def _accuracy_index(run: Path) -> list[EvalResult]:
     """Top-1 and top-5 accuracy as results of a model card."""
     found = _read(run / "results.json")
@@ -425,5 +444,10 @@ def _accuracy_index(run: Path) -> list[EvalResult]:
 def _held_out(run: Path) -> str:
     """Which data the held-out images of a run are of: OWNER/NAME, or the name of a folder, as cards are published."""
     recipe = _read(run / "recipe.yaml")
-    source = next(each for each in (recipe.get("held_out"), recipe.get("data"), "unknown") if isinstance(each, str))
+    return _named(
+        next(each for each in (recipe.get("held_out"), recipe.get("data"), "unknown") if isinstance(each, str))
+    )
+
+
+def _named(source: str) -> str:
     return _hub_name(source) or Path(source).name

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import geometry, scoring, stages, vision
+from benchmarks import geometry, scoring, ssl, stages, vision
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,6 +120,8 @@ def main() -> None:
     lines += geometry.lines(options.repeats)
     print("vision", flush=True)
     lines += vision.lines(compare, options.repeats, options.compiled_vision)
+    print("self-supervised training", flush=True)
+    lines += ssl.lines(compare, options.repeats)
     options.output.write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -15,14 +15,17 @@ from laplacian_heads.eval.geometry_report import figure, markdown_table
 from laplacian_heads.eval.results import results_folder
 from laplacian_heads.files import read_json, write
 
-RESULTS = ("results.json", "eval.json", "geometry.json")
+FROZEN = ("probe.json", "knn.json", "segment.json")  # what was measured of a vision model's frozen features
+RESULTS = ("results.json", "eval.json", "geometry.json", *FROZEN)
 PAPER = Path(__file__).parent / "paper.yaml"
 # What an image classifier's results.json has of its accuracy, and how many answers each of them allows.
 ACCURACIES = {
     "accuracy": ("accuracy", 1),
     "accuracy_top5": ("top-5 accuracy", 5),
     "ema_accuracy": ("accuracy of averaged weights", 1),
+    "knn_accuracy": ("k-NN in training", 1),
 }
+IMAGES = ("classify", "dino")  # stages whose models are of images
 LOWER_IS_BETTER = ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
 
 
@@ -55,6 +58,7 @@ class Score:
         data, held_out: what an image classifier was trained and measured on, as its recipe says.
         samples: {(doc_id, doc_hash): value} of the items that the score is the mean of.
         others: the task's other metrics, each with metric, value and stderr.
+        frozen: whether it is of a vision model's frozen features.
     """
 
     metric: str
@@ -69,6 +73,7 @@ class Score:
     held_out: str | int | None = None
     samples: dict | None = None
     others: list = dataclasses.field(default_factory=list)
+    frozen: bool = False
 
     @property
     def limited(self) -> bool:
@@ -89,8 +94,9 @@ def read(folders: list[Path]) -> dict:
     Returns:
         laplacian_heads, bits_per_byte and the stage it is of, tokens_per_second, seed, within_sequence_share and
         components_99 of the last layer: None where unknown. loss, images and hours: of an image classifier the held-out
-        cross-entropy in nats, the images it was trained on, each as often as it was drawn, and how long that took; else
-        None. scores: {task: Score}. chance: {task: score of guessing}. geometry: what was measured of it. log_history:
+        cross-entropy in nats; of it and of self-supervised training the images, each as often as it was drawn, and how
+        long it took; else None. of_images: whether it is one of these, or a model whose frozen features were measured.
+        scores: {task: Score}. chance: {task: score of guessing}. geometry: what was measured of it. log_history:
         Trainer's log. The last four are empty where unknown.
 
     Raises:
@@ -123,22 +129,29 @@ def read(folders: list[Path]) -> dict:
     last = geometry["layers"][-1] if geometry else {}
     scores = {task: _score(folder, entry) for task, (folder, entry) in tasks.items()}
     chance = {task: entry["chance"] for task, (_, entry) in tasks.items() if entry.get("chance") is not None}
-    classified = {}
+    trained = {}
     for folder, content in files["results.json"].items():
-        if content.get("stage") == "classify":
-            classified = content
+        if content.get("stage") in IMAGES:
+            trained = content
             classes = len(files["config.json"].get(folder, {}).get("id2label") or ())
             scores |= _accuracies(folder, content)
             chance |= {name: count / classes for name, count in ACCURACIES.values() if name in scores and classes}
+    for name in FROZEN:
+        for folder, content in files[name].items():
+            try:
+                scores |= _frozen(name, content)
+            except (KeyError, TypeError, ValueError, IndexError):
+                raise ValueError(f"{folder / name} is damaged; make it again.") from None
     return {
-        "laplacian_heads": first("laplacian_heads", "config.json", "results.json"),
+        "laplacian_heads": first("laplacian_heads", "config.json", "results.json", *FROZEN),
         "bits_per_byte": first("bits_per_byte", "results.json"),
         "stage": first("stage", "results.json"),
         "tokens_per_second": first("tokens_per_second", "results.json"),
         "seed": first("seed", "results.json"),
-        "loss": classified.get("loss"),
-        "images": classified.get("images"),
-        "hours": classified["seconds"] / 3600 if classified.get("seconds") else None,
+        "loss": trained.get("loss"),
+        "images": trained.get("images"),
+        "hours": trained["seconds"] / 3600 if trained.get("seconds") else None,
+        "of_images": bool(trained or any(files[name] for name in FROZEN)),
         "scores": scores,
         "chance": chance,
         "within_sequence_share": figure(last, "variance", "shares", "within_sequence"),
@@ -182,6 +195,24 @@ def _accuracies(folder: Path, results: dict) -> dict[str, Score]:
     return found
 
 
+def _frozen(file: str, content: dict) -> dict[str, Score]:
+    """What probe, knn or segment wrote, as scores; of a mean IoU nobody knows the standard error."""
+    sources = {**{key: content["recipe"][key] for key in ("data", "held_out")}, "frozen": True}
+    if file == "segment.json":
+        value = content["mean_iou"]  # None where no pixel of a class was there or predicted
+        return {} if value is None else {"mean IoU": Score("mean_iou", float(value), **sources)}
+    if file == "probe.json":
+        # Not the head that the held-out images themselves chose.
+        found = {"linear probe": content["by_selection"]["held_out_accuracy"]}
+    else:
+        found = {f"{each['neighbors']}-NN": each["accuracy"] for each in content["neighbors"]}
+    items = int(content["held_out_images"])
+    return {
+        name: Score("accuracy", value, math.sqrt(value * (1 - value) / items), items, **sources)
+        for name, value in found.items()
+    }
+
+
 def _samples(path: Path, metric: str) -> dict:
     """{(doc_id, doc_hash): value} of a metric, from the samples of a task as lm-eval logs them."""
     name, _, filtered = metric.partition(",")
@@ -207,14 +238,14 @@ def rows(runs: dict[str, list[Path]]) -> list[dict]:
         ValueError: as `read`, or some of the runs are image classifiers and others language models.
     """
     found = [{"run": name, **read(folders)} for name, folders in runs.items()]
-    images = [row["run"] for row in found if row["stage"] == "classify"]
+    images = [row["run"] for row in found if row["of_images"]]
     texts = [
         row["run"]
         for row in found
-        if row["stage"] != "classify" and (row["stage"] or row["scores"] or row["bits_per_byte"] is not None)
+        if not row["of_images"] and (row["stage"] or row["scores"] or row["bits_per_byte"] is not None)
     ]
     if images and texts:
-        raise ValueError(f"{images[0]} classifies images and {texts[0]} is of text, allowed are runs of one kind.")
+        raise ValueError(f"{images[0]} is of images and {texts[0]} is of text, allowed are runs of one kind.")
     return found
 
 
@@ -497,7 +528,7 @@ def plot(rows: list[dict], folder: Path) -> list:
     models = {row["run"]: row["geometry"] for row in rows if row["geometry"]}
     pictures += geometry_plots.all_of(models, folder, logs=logs)
     # The loss of image classifiers, smoothed and of mixed images, is no nats per token.
-    texts = not any(row["stage"] == "classify" for row in rows)
+    texts = not any(row["of_images"] for row in rows)
     if texts and any(plots.LOSSES.keys() & entry.keys() for log in logs.values() for entry in log):
         plots.loss(logs, folder / "loss.png")
         pictures.append(plots.Picture("loss", "Loss", "Loss and held-out bits per byte by step."))

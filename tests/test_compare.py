@@ -553,7 +553,7 @@ def test_damaged_accuracy_is_named(tmp_path, values):
 def test_images_and_text_are_refused_together(folder, text):
     write_classifier(folder / "image")
     for names in ((text, "image"), ("image", text)):
-        with pytest.raises(ValueError, match=rf"image classifies images and .*{text} is of text, allowed are runs of"):
+        with pytest.raises(ValueError, match=rf"image is of images and .*{text} is of text, allowed are runs of"):
             compare(recipe(folder, *names))
 
 

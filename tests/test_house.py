@@ -16,7 +16,7 @@ HUB_FILES = ("laplacian.py", "configuration.py", "modeling_laplace_gpt.py", "mod
 # Each module may import those before it; train and eval stand side by side, but for the measures of eval.geometry.
 ORDER = [
     *("laplacian", "configuration", "modeling_laplace_gpt", "modeling_laplace_vit"),
-    *("files", "recipes", "problems", "shards", "sources", "images", "accuracy", "weights"),
+    *("files", "recipes", "problems", "shards", "sources", "images", "accuracy", "neighbors", "weights"),
     *("train", "eval", "nanochat", "deit", "convert", "model_card", "hub_upload", "study", "__main__"),
 ]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from laplacian_heads.__main__ import main
-from laplacian_heads.train import classify, stage
+from laplacian_heads.train import classify, dino, stage
 from laplacian_heads.train.checkpoints import last_checkpoint
 
 MIXTURE = (
@@ -37,10 +37,11 @@ def root(tmp_path_factory):
 
 
 def command(root, verb, output, *overrides):
-    if verb == "classify":
+    if verb in ("classify", "dino"):
         given = ["images=160", "images_per_step=4", "batch_size=2", "epochs=1", "warmup_epochs=0", "logging_steps=1"]
         given += ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1"]
-        given += ["ema_decay=0.9", "drop_path_rate=0.2", "save_steps=3", "eval_steps=4", "held_out=8"]
+        given += ["drop_path_rate=0.2", "save_steps=3", "eval_steps=4", "held_out=8"]
+        given += ["ema_decay=0.9"] if verb == "classify" else ["teacher_momentum=0.9", "local_crops=1", "prototypes=32"]
         return [verb, *given, f"output={output}", *overrides]
     tokens = f"tokens={STEPS * 4 * 96}"
     given = {
@@ -60,7 +61,7 @@ def command(root, verb, output, *overrides):
 def logged(folder):
     """What a run has logged of its losses, gradients and rates, step by step."""
     names = ("loss", "grad_norm", "learning_rate", "embedding_learning_rate", "eval_loss", "eval_bits_per_byte")
-    names += ("eval_accuracy", "eval_ema_accuracy")
+    names += ("eval_accuracy", "eval_ema_accuracy", "eval_knn_accuracy", "teacher_entropy", "teacher_momentum")
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     # The measurement at the end comes once more where a run was killed during it.
     return {
@@ -132,7 +133,9 @@ KILLER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verb", "workers"), [("pretrain", 1), ("midtrain", 0), ("sft", 1), ("classify", 1)])
+@pytest.mark.parametrize(
+    ("verb", "workers"), [("pretrain", 1), ("midtrain", 0), ("sft", 1), ("classify", 1), ("dino", 1)]
+)
 def test_killed_at_random_moments_it_ends_as_if_never(root, tmp_path, verb, workers):
     output = tmp_path / "run"
     longer = f"tokens={120 * 4 * 96}" if verb in ("pretrain", "midtrain") else "epochs=3"
@@ -245,7 +248,7 @@ class AtStep(TrainerCallback):
 
 
 def with_callback(monkeypatch, callback):
-    for module, name in ((stage, "StageTrainer"), (classify, "ClassifyTrainer")):
+    for module, name in ((stage, "StageTrainer"), (classify, "ClassifyTrainer"), (dino, "DinoTrainer")):
         trainer = getattr(module, name)
 
         def with_it(trainer=trainer, **given):
@@ -254,7 +257,7 @@ def with_callback(monkeypatch, callback):
         monkeypatch.setattr(module, name, with_it)
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft", "classify"])
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft", "classify", "dino"])
 def test_full_disk_leaves_the_checkpoint_before(root, tmp_path, monkeypatch, capsys, verb):
     """A limit on the size of files stands in for the disk, from step 4 on."""
     output, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -272,7 +275,7 @@ def test_full_disk_leaves_the_checkpoint_before(root, tmp_path, monkeypatch, cap
     assert logged(output) == logged(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft", "classify"])
+@pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft", "classify", "dino"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_end_the_run_and_spare_the_checkpoint(
     root, tmp_path, monkeypatch, capsys, verb, value

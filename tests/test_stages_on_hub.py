@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from laplacian_heads.train.checkpoints import last_checkpoint
 
@@ -64,3 +66,64 @@ def test_recipe_for_images_runs_two_steps(seeded_hub, tmp_path, name):
     if name == "vit_b16_imagenet1k":
         run(seeded_hub, tmp_path, "classify", "vit_b16_imagenet1k_224", *few)
         assert json.loads((tmp_path / "runs/vit_b16_imagenet1k_224/config.json").read_text())["image_size"] == 224
+
+
+@pytest.mark.parametrize("name", ["dino_vits16_imagenet1k", "dino_tiny_cifar10"])
+def test_recipe_without_labels_runs_two_steps(seeded_hub, tmp_path, name):
+    """As it stands, but for the number of images, layers and prototypes."""
+    few = ["images=16", "images_per_step=8", "batch_size=4", "epochs=1", "warmup_epochs=0", "workers=1", "bf16=false"]
+    few += ["logging_steps=1", "num_hidden_layers=2", "prototypes=4096", "held_out=20"]
+    run(seeded_hub, tmp_path, "dino", name, *few)
+    results = json.loads((tmp_path / "runs" / name / "results.json").read_text())
+    assert (results["steps"], results["held_out_images"]) == (2, 20)
+
+
+def test_teacher_and_student_are_published_and_measured_by_name(seeded_hub, tmp_path):
+    """Trained, put on the Hub with what was measured of them, and measured again by their names there."""
+    small = ["images=64", "images_per_step=16", "batch_size=8", "epochs=1", "warmup_epochs=0", "held_out=20"]
+    small += ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "prototypes=32", "laplacian_heads=1"]
+    run(seeded_hub, tmp_path, "dino", *small, "logging_steps=1", "output=run")
+    data = ["data=digits", "held_out=digits:test", "workers=0"]
+    run(seeded_hub, tmp_path, "knn", "run", *data)
+    run(seeded_hub, tmp_path, "upload", "run", "tester/dino-teacher")
+    run(seeded_hub, tmp_path, "upload", "run/student", "tester/dino-student")
+    code = "import sys, transformers, laplacian_heads; model = transformers.AutoModel.from_pretrained(sys.argv[1]); "
+    code += "print(type(model).__name__, model.config.laplacian_heads)"
+    pairs = tmp_path / "pairs"
+    for place in ("images", "annotations"):
+        (pairs / place).mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for number in range(4):
+        picture = generator.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+        Image.fromarray(picture).save(pairs / "images" / f"{number}.png")
+        Image.fromarray((picture[..., 0] > 128).astype(np.uint8) + 1).save(pairs / "annotations" / f"{number}.png")
+    for name in ("tester/dino-teacher", "tester/dino-student"):
+        asked = [sys.executable, "-c", code, name]
+        done = subprocess.run(asked, cwd=tmp_path, env=seeded_hub, capture_output=True, text=True)
+        assert done.stdout.split() == ["LaplaceViTModel", "1"], done.stderr
+        found = tmp_path / "runs/eval" / name.replace("/", "--")
+        run(seeded_hub, tmp_path, "knn", name, *data)
+        run(
+            seeded_hub,
+            tmp_path,
+            "probe",
+            name,
+            *data,
+            "blocks=[1, 2]",
+            "epochs=1",
+            "batch_size=64",
+            "images_per_step=64",
+        )
+        few = ["classes=2", "steps=2", "images_per_step=2", "batch_size=2", "crop=16", "stride=8", "shorter_side=16"]
+        source = [f"data={pairs}", "workers=0"]
+        run(seeded_hub, tmp_path, "segment", name, *source, f"held_out={pairs}", *few, "warmup_steps=0", "bf16=false")
+        run(seeded_hub, tmp_path, "pca", name, f"data={pairs}", "image_size=32")
+        assert {"knn.json", "probe.json", "segment.json"} <= {path.name for path in found.iterdir()}
+        assert "mean IoU" in run(
+            seeded_hub, tmp_path, "compare", name, "tester/dino-teacher" if "student" in name else "run"
+        )
+    # By name and by folder it is the same model.
+    by_name, by_folder = (
+        json.loads((tmp_path / path / "knn.json").read_text()) for path in ("runs/eval/tester--dino-teacher", "run")
+    )
+    assert by_name["neighbors"] == by_folder["neighbors"]

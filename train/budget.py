@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from laplacian_heads.configuration import LaplaceGPTConfig, LaplaceViTConfig, pair
 from laplacian_heads.modeling_laplace_gpt import LaplaceGPTForCausalLM
-from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification
+from laplacian_heads.modeling_laplace_vit import LaplaceViTForImageClassification, LaplaceViTModel
 from laplacian_heads.recipes import SHIPPED
 
 H100_FLOPS = 989e12  # dense bf16 (NVIDIA's data sheet)
@@ -146,17 +146,71 @@ def describe(
     )
 
 
-def flops_per_image(config: LaplaceViTConfig) -> int:
-    """FLOPs of forward and backward for one image of the model's size, counted as for a token of a language model."""
+def _forward_flops(config: LaplaceViTConfig, image_size: int | list[int]) -> int:
+    """FLOPs of LaplaceViTModel for one image, counted as for a token of a language model; the backward pass has twice
+    as many."""
     with torch.device("meta"):
-        model = LaplaceViTForImageClassification(config)
-    blocks, patches = (part.parameters() for part in (model.vit.layers, model.vit.embeddings.patch_embeddings))
+        model = LaplaceViTModel(config)
+    blocks, patches = (part.parameters() for part in (model.layers, model.embeddings.patch_embeddings))
     blocks, patches = (sum(p.numel() for p in part if p.ndim > 1) for part in (blocks, patches))
-    grid = model.vit.embeddings.grid
-    tokens = grid[0] * grid[1] + 1
-    classifier = config.hidden_size * config.num_labels
+    (height, width), (patch_height, patch_width) = pair(image_size), pair(config.patch_size)
+    tokens = (height // patch_height) * (width // patch_width) + 1
     attention = config.num_hidden_layers * config.hidden_size * tokens
-    return 6 * (blocks * tokens + patches * (tokens - 1) + classifier) + 12 * attention * tokens
+    return 2 * (blocks * tokens + patches * (tokens - 1)) + 4 * attention * tokens
+
+
+def flops_per_image(config: LaplaceViTConfig) -> int:
+    """FLOPs of forward and backward of a classifier for one image of the model's size."""
+    return 3 * _forward_flops(config, config.image_size) + 6 * config.hidden_size * config.num_labels
+
+
+def flops_per_dino_image(recipe) -> int:
+    """FLOPs of a step of `dino` for one image: the student forward and backward on all crops, the teacher forward on
+    the global ones, and the heads, also of as many masked patches as there are on average."""
+    config, large = recipe.config(), _forward_flops(recipe.config(), recipe.image_size)
+    small = recipe.local_crops * _forward_flops(config, recipe.local_size)
+    width, bottleneck = recipe.head_hidden_size, recipe.head_bottleneck_size
+    head = config.hidden_size * width + width**2 + width * bottleneck
+    masked = 0
+    if recipe.masks:
+        patches = (recipe.image_size // recipe.patch_size) ** 2
+        masked = 2 * recipe.mask_probability * sum(recipe.mask_ratio) / 2 * patches
+    of_image = head + bottleneck * recipe.prototypes
+    of_patch = head + bottleneck * (recipe.patch_prototypes or recipe.prototypes)
+    student = 2 * large + small + 2 * ((2 + recipe.local_crops) * of_image + masked * of_patch)
+    teacher = 2 * large + 2 * (2 * of_image + masked * of_patch)
+    return round(3 * student + teacher)
+
+
+def describe_dino(recipe, steps: int) -> str:
+    """The budget of a run of `dino` as a table of text."""
+    flops = flops_per_dino_image(recipe)
+    total = flops * steps * recipe.images_per_step
+    crops = {2: recipe.image_size, recipe.local_crops: recipe.local_size}
+    with FakeTensorMode(), no_init_weights():
+        student = recipe.network()
+        kept = sum(
+            _kept_bytes(
+                student.vit,
+                lambda number=number, size=size: student.vit(torch.zeros(number * recipe.batch_size, 3, size, size)),
+                *(recipe.bf16, recipe.gradient_checkpointing),
+            )
+            for number, size in crops.items()
+            if number
+        )
+        backbone, count = student.vit.num_parameters(), student.num_parameters()
+    rows = recipe.batch_size * (2 + recipe.local_crops)
+    return _table(
+        {
+            "parameters": f"{backbone:,}, and {count - backbone:,} of the heads",
+            "images": f"{steps * recipe.images_per_step:,}",
+            "steps": f"{steps:,} of {recipe.images_per_step:,} images",
+            "FLOPs": f"{total:.2e}, {flops:.6e} an image",
+            "memory": _memory(count * (4 + 4 + 8 + 4), kept, f"{recipe.batch_size} images")
+            + f"; logits of {rows} crops are {rows * recipe.prototypes * 4 / 1e9:.2g} GB in float32",
+            "hours": _hours(total, recipe.bf16),
+        }
+    )
 
 
 def describe_classifier(

@@ -125,7 +125,7 @@ def complete(trainer: RunTrainer, steps: int, checkpoint: Path | None) -> tuple[
         metrics = trainer.evaluate()
     if not metrics:
         raise Stopped(f"{output}: stopped while measuring; the training is saved, and the same command goes on there.")
-    if not math.isfinite(metrics["eval_loss"]):
+    if not math.isfinite(metrics.get("eval_loss", 0.0)):  # there may be none
         raise ValueError(f"The held-out loss is {metrics['eval_loss']}; delete {output} and give lower learning rates.")
     return metrics, seconds
 
