@@ -22,7 +22,8 @@ SMALL = [
     *("images=64", "images_per_step=16", "batch_size=8", "epochs=2", "warmup_epochs=1", "save_steps=3"),
     *("hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2", "laplacian_heads=1", "logging_steps=1"),
     *("eval_steps=4", "geometry_steps=4", "drop_path_rate=0.2", "head_hidden_size=16", "head_bottleneck_size=8"),
-    *("prototypes=32", "local_crops=2", "held_out=40"),
+    *("prototypes=32", "local_crops=2", "held_out=40", "learning_rate=2e-3"),
+    *("centering=softmax", "koleo_weight=0.1"),
 ]
 STEPS = 8
 # With a learning rate that is warm from the first step on, and nothing frozen: all parts move.
@@ -199,7 +200,7 @@ def test_log_has_losses_signs_of_collapse_and_geometry(whole):
         total = line["dino_loss"] + line["ibot_loss"] + 0.1 * line["koleo_loss"]
         assert line["loss"] == pytest.approx(total, rel=1e-3)
         assert line["teacher_kl"] == pytest.approx(line["dino_loss"] - line["teacher_entropy"])
-        assert 0 < line["teacher_entropy"] <= line["prototype_entropy"] <= np.log(32) + 1e-5
+        assert 0 < line["teacher_entropy"] <= line["prototype_entropy"] + 1e-5 <= np.log(32) + 2e-5
         assert 0 < line["feature_spread"] <= 1
     assert [line["teacher_temperature"] for line in lines] == pytest.approx([0.04] * STEPS)
     assert lines[0]["weight_decay"] == pytest.approx(0.04)
@@ -243,7 +244,7 @@ def test_damaged_image_is_replaced_or_named(tmp_path, capsys, workers, choice):
     ("overrides", "said"),
     [
         (["data=nowhere/images"], "data: nowhere/images cannot be read as images: "),
-        (["images=5000"], "images is 5000, allowed are at most the 1437 of digits."),
+        (["images=5000"], "images is 5000, allowed are at most the 1397 of digits."),
         (["images=8"], "images_per_step is 16, allowed is at most 8, the number of images."),
         (["images_per_step=20"], "images_per_step is 20, allowed are multiples of 8"),
         (["batch_size=1"], "batch_size is 1, allowed with koleo_weight is at least 2."),
@@ -295,7 +296,7 @@ def test_flops_are_what_pytorch_counts(crops, own):
     from torch.utils.flop_counter import FlopCounterMode
 
     given = recipes.parse([each for each in SMALL if "local_crops" not in each])
-    given |= {"local_crops": crops, "patch_prototypes": None if own == "null" else int(own)}
+    given |= {"local_size": 6, "local_crops": crops, "patch_prototypes": None if own == "null" else int(own)}
     recipe = recipes.load(dino.DinoRecipe, "dino_tiny_digits", given)
     student, twin = recipe.network(), recipe.network()
     student.set_attn_implementation("eager"), twin.set_attn_implementation("eager")
@@ -303,7 +304,7 @@ def test_flops_are_what_pytorch_counts(crops, own):
     count = 400  # so that the masked patches of a batch are nearly as many as on average
     batch = recipe.collate(
         [
-            ([torch.randn(3, 8, 8), torch.randn(3, 8, 8), *(torch.randn(3, 4, 4) for _ in range(crops))], 0, number)
+            ([torch.randn(3, 8, 8), torch.randn(3, 8, 8), *torch.randn(crops, 3, 6, 6)], 0, number)
             for number in range(count)
         ]
     )
@@ -319,8 +320,9 @@ def test_flops_are_what_pytorch_counts(crops, own):
 def test_collapse_without_centring_is_reported(tmp_path, capsys, caplog, monkeypatch, choice):
     """A run that has nothing against collapse; the figures of its log say so too."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    given = ["images=256", "images_per_step=32", "batch_size=32", "epochs=12", "patch_size=4", "held_out=null"]
+    given = ["images=256", "images_per_step=32", "batch_size=32", "epochs=12", "patch_size=4", "local_size=4"]
     given += ["koleo_weight=0", "ibot_weight=0", "eval_steps=null", "geometry_steps=null", "logging_steps=8"]
+    given += ["held_out=null"]
     status = main(command(tmp_path / "run", *given, "centering=none", f"on_collapse={choice}"))
     said = capsys.readouterr().err + caplog.text
     assert "The teacher has collapsed at step " in said
@@ -334,7 +336,7 @@ def test_collapse_without_centring_is_reported(tmp_path, capsys, caplog, monkeyp
 
 @pytest.mark.parametrize(
     ("entropy", "of_mean", "collapsed"),
-    [(0.0, 0.01, True), (4.15, 4.16, True), (1.0, 4.0, False), (0.0, 4.0, False), (3.9, 4.16, False)],
+    [(0.0, 0.004, True), (4.157, 4.16, True), (1.0, 4.0, False), (0.0, 4.0, False), (4.1, 4.16, False)],
 )
 def test_both_ways_of_collapsing_are_told(entropy, of_mean, collapsed):
     """One prototype for all, and all alike; not an output that is sure but differs from image to image."""

@@ -36,7 +36,7 @@ logger = logging.get_logger(__name__)
 # DINO's k-NN classifier (facebookresearch/dino, eval_knn.py).
 NEIGHBORS, NEIGHBOR_TEMPERATURE = 20, 0.07
 # A teacher whose outputs tell fewer nats of an image has collapsed, if so many lines of the log in succession say so.
-LEAST_TOLD, LINES = 0.1, 3
+LEAST_TOLD, LINES = 0.005, 3
 
 
 @dataclasses.dataclass(kw_only=True)
