@@ -572,3 +572,57 @@ def test_accuracies_stand_beside_the_papers_where_their_data_is_its(tmp_path, ca
         "No run has a measure of the paper's table; that has accuracies on the held_out uoft-cs/cifar10::test"
         in printed
     )
+
+
+def write_frozen(folder, accuracy=0.6, iou=0.25):
+    """What dino, probe, knn and segment leave in a run's folder."""
+    folder.mkdir(exist_ok=True)
+    asked = {"data": "digits", "held_out": "digits:test"}
+    head = {"held_out_accuracy": accuracy, "selection_accuracy": 0.9}
+    near = [{"neighbors": 10, "accuracy": 0.5, "accuracy_top5": 0.9}]
+    contents = {
+        "results.json": {"stage": "dino", "laplacian_heads": 1, "images": 640, "seconds": 36, "knn_accuracy": 0.4},
+        "probe.json": {"recipe": asked, "by_selection": head, "by_held_out": {}, "held_out_images": 400},
+        "knn.json": {"recipe": asked, "neighbors": near, "held_out_images": 400},
+        "segment.json": {"recipe": {"data": "a", "held_out": "b"}, "mean_iou": iou},
+    }
+    contents["results.json"]["held_out_images"] = 400
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def test_frozen_features_are_compared(tmp_path):
+    write_frozen(tmp_path / "a")
+    write_frozen(tmp_path / "b", accuracy=0.9)
+    found = both(tmp_path)
+    text = table(found)
+    for head, value in {"linear probe": "0.600 ± 0.024", "10-NN": "0.500 ± 0.025", "mean IoU": "0.250"}.items():
+        assert head in text
+        assert value in text
+    assert "k-NN in training" in text
+    assert "linear probe" in {each["task"] for each in differences(found)}
+    assert found[0]["images"] == 640
+    assert found[0]["hours"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("name", ["probe.json", "knn.json", "segment.json"])
+@pytest.mark.parametrize("content", ["{}", '{"recipe": {"data": 1}}', "[", '{"recipe": null}'])
+def test_damaged_figures_of_frozen_features_are_named(tmp_path, name, content):
+    write_frozen(tmp_path / "a")
+    (tmp_path / "a" / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"a/{name} is damaged"):
+        compare(recipe(tmp_path, "a"))
+
+
+def test_model_of_images_whose_features_alone_were_measured_is_not_text(tmp_path):
+    write_frozen(tmp_path / "a")
+    for name in ("results.json", "knn.json", "segment.json"):
+        (tmp_path / "a" / name).unlink()
+    write_frozen(tmp_path / "b")
+    assert "linear probe" in table(both(tmp_path))
+
+
+def test_mean_iou_of_nothing_is_left_out(tmp_path):
+    write_frozen(tmp_path / "a", iou=None)
+    write_frozen(tmp_path / "b")
+    assert [set(row["scores"]) & {"mean IoU"} for row in both(tmp_path)] == [set(), {"mean IoU"}]

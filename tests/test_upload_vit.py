@@ -339,3 +339,36 @@ def test_uploaded_model_loads_by_every_auto_class(staged, hub, module_process, t
 def test_every_published_class_has_an_auto_class():
     for config, names in hub_upload.PUBLISHED.items():
         assert set(names) <= config.auto_classes.keys()
+
+
+def test_card_has_what_was_measured_of_frozen_features(tmp_path):
+    run = make_run(
+        tmp_path / "run", LaplaceViTModel, {"stage": "dino", "seed": 0, "knn_accuracy": 0.5, "held_out_images": 9}
+    )
+    asked = {"data": "owner/pictures", "held_out": "owner/pictures::test"}
+    measured = {
+        "probe.json": {"by_selection": {"held_out_accuracy": 0.71}, "held_out_images": 100, "recipe": asked},
+        "knn.json": {"neighbors": [{"neighbors": 20, "accuracy": 0.6}], "held_out_images": 100, "recipe": asked},
+        "segment.json": {"mean_iou": 0.31, "recipe": {"data": str(tmp_path / "ade"), "held_out": "ade:validation"}},
+    }
+    for name, content in measured.items():
+        (run / name).write_text(json.dumps(content))
+    stage(run, tmp_path / "hub", recipe(run, tag="v1"), tmp_path / "expected.safetensors")
+    assert measured.keys() <= hashes(tmp_path / "hub").keys()
+    text = ModelCard.load(tmp_path / "hub" / "README.md").text
+    for row in (
+        "| linear probe | 0.7100 ± 0.0454 | owner/pictures | owner/pictures |",
+        "| 20-NN | 0.6000 ± 0.0490 | owner/pictures | owner/pictures |",
+        "| mean IoU | 0.3100 | ade |",
+        "k-NN accuracy",
+    ):
+        assert row in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("name", ["probe.json", "knn.json", "segment.json"])
+def test_figures_of_other_weights_are_refused(tmp_path, name):
+    run = make_run(tmp_path / "run", LaplaceViTModel)
+    (run / name).write_text(json.dumps({"weights": "0" * 64}))
+    with pytest.raises(ValueError, match=rf"{name} is of other weights than .*; call {name[:-5]} again, or delete it"):
+        upload(recipe(run), dry_run=True)
