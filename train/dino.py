@@ -260,8 +260,9 @@ class DinoTrainer(RunTrainer):
         return self.state.global_step * self.recipe.images_per_step
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        peak = self.recipe.learning_rate
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self.schedules.learning_rate(step) / peak)
+        # In a circle through the scheduler, the trainer and its progress bar would outlive the training.
+        schedules, peak = self.schedules, self.recipe.learning_rate
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: schedules.learning_rate(step) / peak)
         return self.lr_scheduler
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
