@@ -1,10 +1,16 @@
 """Files: written so that a kill or a full disk loses nothing that was there, and missing ones named."""
 
+import contextlib
 import hashlib
 import json
 import re
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout  # huggingface_hub, and so transformers, has it
+from safetensors import SafetensorError, safe_open
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -83,3 +89,32 @@ def check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"output: {folder} cannot be written to ({error.strerror}).") from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder that is there, in which no other process does this meanwhile. Raises ValueError if one does."""
+    lock = FileLock(folder / ".lock", timeout=1)
+    try:
+        with lock:
+            yield
+    except Timeout:
+        raise ValueError(f"output: another process is at work in {folder}.") from None
+    (folder / ".lock").unlink(missing_ok=True)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise ValueError with the first file of a checkpoint of Trainer that is damaged."""
+    for path in sorted(folder.iterdir()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth"):
+                with zipfile.ZipFile(path) as archive:  # as torch.save writes it
+                    if archive.testzip():
+                        raise zipfile.BadZipFile
+        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile):
+            raise ValueError(f"{path} is damaged; delete {folder} to begin again.") from None

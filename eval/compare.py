@@ -13,7 +13,7 @@ import yaml
 from laplacian_heads import recipes
 from laplacian_heads.eval.geometry_report import figure, markdown_table
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.files import read_json, write
+from laplacian_heads.files import check_writable, read_json, write
 
 FROZEN = ("probe.json", "knn.json", "segment.json")  # what was measured of a vision model's frozen features
 RESULTS = ("results.json", "eval.json", "geometry.json", *FROZEN)
@@ -109,7 +109,9 @@ def read(folders: list[Path]) -> dict:
                 contents[folder] = read_json(folder / name)
     if not any(files[name] for name in RESULTS):
         names = " and ".join(map(str, folders))
-        raise ValueError(f"There is no {', no '.join(RESULTS)} in {names}: train, eval and geometry write them.")
+        raise ValueError(
+            f"There is no {', no '.join(RESULTS)} in {names}: train, eval, geometry, probe, knn and segment write them."
+        )
 
     def first(key, *names):
         known = [content[key] for name in names for content in files[name].values() if content.get(key) is not None]
@@ -557,6 +559,8 @@ def compare(recipe: CompareRecipe, dry_run: bool = False) -> None:
     if dry_run:
         print(f"Would read {', '.join(RESULTS)} of {', '.join(recipe.models)}, into {recipe.output or 'no folder'}.")
         return
+    if recipe.output is not None:
+        check_writable(Path(recipe.output).expanduser())
     found = rows(runs)
     parts = [table(found)]
     if found_differences := differences(found):
@@ -568,7 +572,6 @@ def compare(recipe: CompareRecipe, dry_run: bool = False) -> None:
     print(text)
     if recipe.output is not None:
         output = Path(recipe.output).expanduser()
-        output.mkdir(parents=True, exist_ok=True)
         write(output / "compare.md", text + "\n")
         plot(found, output)
         print(f"\n{output}: {', '.join(sorted(path.name for path in output.iterdir() if path.is_file()))}")

@@ -154,6 +154,9 @@ def load(
     for weight in sorted({*loading["missing_keys"], *loading["mismatched_keys"]}):
         if not any(part in str(weight) for part in UNUSED):
             raise ValueError(f"The weight {weight} of {name} is missing or of another shape.")
+    for weight, values in model.state_dict().items():
+        if not values.isfinite().all():
+            raise ValueError(f"The weight {weight} of {name} is not finite everywhere.")
     if model.main_input_name != "pixel_values":
         raise ValueError(f"{name} reads {model.main_input_name}, allowed are models of images alone.")
     try:

@@ -1,5 +1,6 @@
 """The verbs probe and knn: how well linear classifiers and nearest neighbours read classes off frozen features."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,7 +22,7 @@ from laplacian_heads.accuracy import Accuracy
 from laplacian_heads.eval import plots
 from laplacian_heads.eval.features import Backbone, Pictures, Processed, Tokens, begin_worker, collate, load, stream
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.files import check_writable, newest, read_json, write
+from laplacian_heads.files import check_checkpoint, check_writable, locked, newest, read_json, write
 
 # So many damaged images in succession are no accident.
 MOST_BAD = 100
@@ -295,31 +296,33 @@ def probe(recipe: ProbeRecipe, dry_run: bool = False) -> None:
             f"of {recipe.epochs} epochs."
         )
     work = target / "probe"
-    if _last_checkpoint(work):
-        _check_same(work / "recipe.json", read_json(work / "recipe.json"), identity)
-    state.wait_for_everyone()
     if state.is_main_process:
         check_writable(work)
-        write(work / "recipe.json", identity)
+    with locked(work) if state.is_main_process else contextlib.nullcontext():
+        if _last_checkpoint(work):
+            _check_same(work / "recipe.json", read_json(work / "recipe.json"), identity)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            write(work / "recipe.json", identity)
 
-    model = Heads(backbone, heads, len(train.names), recipe.seed).to(state.device)
-    _train(model, train, recipe, steps, work, state)
-    model.eval()
-    measured = {
-        "selection": _choices(model, selection, recipe, "selection"),
-        "held_out": _choices(model, held_out, recipe, "held_out"),
-    }
-    if state.is_main_process:
-        found = _found(model, measured, recipe, backbone, len(train), train.names, steps)
-        # Not beside the model's weights, by whose hash results know the model.
-        _save(model.linears[found["by_selection"]["head"]], found, work / "probe.safetensors")
-        plot(found, work / "probe.png")
-        write(target / "probe.json", {**identity, **found})
-        (work / "recipe.json").unlink()
-        for checkpoint in work.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        print(_table(found))
-        print(f"\n{target / 'probe.json'}")
+        model = Heads(backbone, heads, len(train.names), recipe.seed).to(state.device)
+        _train(model, train, recipe, steps, work, state)
+        model.eval()
+        measured = {
+            "selection": _choices(model, selection, recipe, "selection"),
+            "held_out": _choices(model, held_out, recipe, "held_out"),
+        }
+        if state.is_main_process:
+            found = _found(model, measured, recipe, backbone, len(train), train.names, steps)
+            # Not beside the model's weights, by whose hash results know the model.
+            _save(model.linears[found["by_selection"]["head"]], found, work / "probe.safetensors")
+            plot(found, work / "probe.png")
+            write(target / "probe.json", {**identity, **found})
+            (work / "recipe.json").unlink()
+            for checkpoint in work.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            print(_table(found))
+            print(f"\n{target / 'probe.json'}")
 
 
 def knn(recipe: KnnRecipe, dry_run: bool = False) -> None:
@@ -522,6 +525,7 @@ def _train(
     )
     checkpoint = _last_checkpoint(work)
     if checkpoint and state.is_main_process:
+        check_checkpoint(checkpoint)
         print(f"going on from {checkpoint}")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 

@@ -1,5 +1,6 @@
 """The verb segment: a linear head on a frozen vision transformer tells the class of each pixel, as for ADE20K."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -25,7 +26,7 @@ from laplacian_heads.eval import features, masks, plots
 from laplacian_heads.eval.geometry_report import UNKNOWN, markdown_table
 from laplacian_heads.eval.iou import IGNORED, ConfusionMatrix, reduced, without_nan
 from laplacian_heads.eval.results import results_folder
-from laplacian_heads.files import make_folder, newest, read_json, weights_hash, write
+from laplacian_heads.files import check_checkpoint, locked, make_folder, newest, read_json, weights_hash, write
 
 ENLARGED = 16  # classes whose maps are enlarged at a time: those of all can take gigabytes
 SHOWN = 480  # pixels of the longer side of a picture in the figure
@@ -172,6 +173,17 @@ def segment(recipe: SegmentRecipe, dry_run: bool = False) -> None:
     if dry_run:
         return
 
+    if state.is_main_process:
+        make_folder(run)
+    with locked(run) if state.is_main_process else contextlib.nullcontext():
+        _train(recipe, name, folder, train, held_out, names)
+
+
+def _train(
+    recipe: SegmentRecipe, name: str, folder: Path, train: masks.Masked, held_out: masks.Masked, names: list[str] | None
+) -> None:
+    """Train and measure a head, and write what there is of it into the folder."""
+    state, run, weights = _state(), folder / "segment", weights_hash(Path(name).expanduser())
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     backbone = features.load(name, recipe.trust_remote_code, bf16=recipe.bf16 and has_bf16)
     set_seed(recipe.seed)  # after loading, so that models of one width begin with the same head
@@ -182,7 +194,6 @@ def segment(recipe: SegmentRecipe, dry_run: bool = False) -> None:
             raise row
     backbone.tokens(crops[0]["pixel_values"][None, :, : backbone.patch[0], : backbone.patch[1]], recipe.blocks)
     if state.is_main_process:
-        make_folder(run)
         recipes.write(run / "recipe.yaml", recipe)
         write(run / "backbone.json", {"weights": weights})
     state.wait_for_everyone()
@@ -191,6 +202,7 @@ def segment(recipe: SegmentRecipe, dry_run: bool = False) -> None:
         raise ValueError("segment works in one process or with DDP, not with FSDP.")
     last = _last_checkpoint(run)
     if last and state.is_main_process:
+        check_checkpoint(last)
         print(f"going on from {last}")
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     if not all(value.isfinite().all() for value in segmenter.head.state_dict().values()):
@@ -591,8 +603,8 @@ def _draw(trainer: SegmentTrainer, count: int, names: list[str] | None, path: Pa
             panel.set_axis_off()
     shown.pop(recipe.ignore_index, None)
     most = sorted(sorted(shown, key=shown.get, reverse=True)[:NAMED])
-    called = [textwrap.shorten(names[label], 26, placeholder=" …") if names else str(label) for label in most]
+    called = [textwrap.shorten(names[label], 24, placeholder=" …") if names else str(label) for label in most]
     key = [Patch(color=colours[label], label=plots.written(name)) for label, name in zip(most, called, strict=True)]
-    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(key) // 5))
-    figure.legend(handles=key, loc="outside lower center", ncols=5, frameon=False)
+    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(key) // 4))
+    figure.legend(handles=key, loc="outside lower center", ncols=4, frameon=False)
     plots.write(figure, path)

@@ -207,3 +207,13 @@ def test_images_of_different_sizes_are_refused(folder, pictures):
     backbone.processor = transformers.BitImageProcessor(size={"shortest_edge": 32}, do_center_crop=False)
     with pytest.raises(ValueError, match="The image processor makes images of 32 x 64 and of .* allowed is one size"):
         list(features.stream(backbone, found, 1, 4))
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path):
+    model = LaplaceViTModel(LaplaceViTConfig(**LAPLACE))
+    with torch.no_grad():
+        model.layers[1].mlp.fc1.bias[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    transformers.BitImageProcessor().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"The weight layers.1.mlp.fc1.bias of .* is not finite everywhere"):
+        features.load(str(tmp_path))

@@ -216,6 +216,46 @@ def test_checkpoint_that_lacks_a_file_is_named(root, tmp_path, monkeypatch, caps
     assert f"{output / 'checkpoint-3'} lacks {name}; delete that folder to begin again." in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module", params=["pretrain", "classify", "dino"])
+def interrupted(request, root, tmp_path_factory):
+    """A run that was killed after a checkpoint: its verb and folder."""
+    output = tmp_path_factory.mktemp("interrupted") / "run"
+
+    def kill(model):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        with_callback(patched, AtStep(5, kill))
+        assert main(command(root, request.param, output)) == 130
+    return request.param, output
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut"])
+def test_damaged_file_of_a_checkpoint_is_named(root, interrupted, capsys, damage):
+    """Each file of it, one after the other; what is there stays as it is."""
+    verb, output = interrupted
+    checkpoint = output / "checkpoint-3"
+    files = sorted(path for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors", ".pt", ".pth"))
+    assert len(files) >= 7
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+        assert main(command(root, verb, output)) == 1
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said == f"laplacian-heads {verb}: {path} is damaged; delete {checkpoint} to begin again."
+        path.write_bytes(content)
+
+
+def test_checkpoint_without_its_teacher_is_named(root, interrupted, capsys):
+    verb, output = interrupted
+    if verb == "dino":
+        path = output / "checkpoint-3/teacher.safetensors"
+        path.rename(output / "aside")
+        assert main(command(root, verb, output)) == 1
+        assert f"{path.parent} lacks teacher.safetensors; delete that folder to begin again." in capsys.readouterr().err
+        (output / "aside").rename(path)
+
+
 def test_moved_run_goes_on_at_its_new_place(root, tmp_path, monkeypatch):
     def kill(model):
         raise KeyboardInterrupt

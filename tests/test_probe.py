@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from PIL import Image
 from reference import redraw
 from safetensors import safe_open
@@ -278,6 +279,14 @@ def test_interrupted_probe_ends_the_same(model, whole, tmp_path, monkeypatch, ca
         (tmp_path / "probe/checkpoint-8/trainer_state.json").write_text('{"global_step":')
         with pytest.raises(ValueError, match="holds the results of another recipe, in which epochs is 2 instead of 3"):
             probing.probe(probe_recipe(model, tmp_path, epochs=3))
+        path = tmp_path / "probe" / checkpoint / "scheduler.pt"
+        content = path.read_bytes()
+        path.write_bytes(content[:100])
+        with pytest.raises(ValueError, match="scheduler.pt is damaged; delete"):
+            probing.probe(recipe)
+        path.write_bytes(content)
+    with FileLock(tmp_path / "probe/.lock"), pytest.raises(ValueError, match="another process is at work in"):
+        probing.probe(recipe)
     capsys.readouterr()
     probing.probe(recipe)
     assert ("going on from" in capsys.readouterr().out) == bool(saved)

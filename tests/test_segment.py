@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
+from filelock import FileLock
 from safetensors.torch import load_file
 from test_iou import mean_iou
 
@@ -177,6 +178,13 @@ def test_interrupted_run_ends_in_the_same_head(folder, whole, tmp_path, monkeypa
     monkeypatch.undo()
     with pytest.raises(ValueError, match="in which learning_rate is 0.01 instead of 0.02; give another output="):
         segment(recipe(folder, output=str(tmp_path), pictures=3, learning_rate=0.02))
+    content = (checkpoint / "optimizer.pt").read_bytes()
+    (checkpoint / "optimizer.pt").write_bytes(content[:100])
+    with pytest.raises(ValueError, match=r"checkpoint-20/optimizer.pt is damaged; delete .*checkpoint-20 to begin"):
+        segment(asked)
+    (checkpoint / "optimizer.pt").write_bytes(content)
+    with FileLock(tmp_path / "segment/.lock"), pytest.raises(ValueError, match="another process is at work in"):
+        segment(asked)
     segment(asked)
     assert "going on from" in capsys.readouterr().out
     one, other = (load_file(output / "segment/head.safetensors") for output in (tmp_path, whole))

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from transformers import PreTrainedModel
 
+from laplacian_heads.files import check_checkpoint
+
 PROGRESS = "progress.json"  # seconds of training so far, and where each stream of the data goes on
 
 
@@ -17,7 +19,7 @@ def last_checkpoint(output: Path) -> tuple[Path | None, dict]:
     """The newest checkpoint of a run and its trainer's state; (None, {}) if there is none.
 
     Raises:
-        ValueError: it lacks a file.
+        ValueError: it lacks a file, or one is damaged.
     """
     found = {int(path.name.rpartition("-")[2]): path for path in output.glob("checkpoint-*") if path.is_dir()}
     if not found:
@@ -31,6 +33,7 @@ def last_checkpoint(output: Path) -> tuple[Path | None, dict]:
     for name in ("trainer_state.json", PROGRESS, "scheduler.pt", *weights):
         if not (path / name).exists():
             raise ValueError(f"{path} lacks {name}; delete that folder to begin again.")
+    check_checkpoint(path)
     return path, json.loads((path / "trainer_state.json").read_text())
 
 

@@ -20,7 +20,7 @@ from laplacian_heads.train import budget
 from laplacian_heads.train.callbacks import BriefProgressCallback, TerminationCallback
 from laplacian_heads.train.checkpoints import last_checkpoint, read_progress
 from laplacian_heads.train.crops import collate, mask_blocks, multi_crop
-from laplacian_heads.train.dino_network import CENTERINGS, DinoNetwork, Teacher
+from laplacian_heads.train.dino_network import CENTERINGS, FILE, DinoNetwork, Teacher
 from laplacian_heads.train.draws import Draws
 from laplacian_heads.train.geometry import GeometryCallback
 from laplacian_heads.train.parameter_groups import make_optimizer
@@ -450,6 +450,8 @@ def _train(recipe, output, student, train, held_out):
     twin.load_state_dict(student.state_dict())
     teacher = Teacher(twin, recipe.centering, recipe.center_momentum)
     if last:
+        if not (last / FILE).exists():
+            raise ValueError(f"{last} lacks {FILE}; delete that folder to begin again.")
         teacher.load(last)
     batches = TrainingBatches(
         AugmentedImages(train, recipe.transform(), recipe.skip),
