@@ -77,12 +77,12 @@ class Images:
         return dataclasses.replace(self, labels=labels, rows=self.rows[numbers])
 
     def with_classes(self, names: list[str]) -> "Images":
-        """Held-out images with the numbers that their classes have among those of the training data.
+        """Held-out images with the numbers that their classes have among those of the training data, if it has any.
 
         Raises:
             ValueError: a class is not among them.
         """
-        if self.names == names or self.labels is None:
+        if self.names == names or self.labels is None or not names:
             return self
         unknown = [name for name in self.names if name not in names]
         if unknown:

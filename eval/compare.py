@@ -166,7 +166,7 @@ def read(folders: list[Path]) -> dict:
 def _score(folder: Path, entry: dict) -> Score:
     """The score of an entry of eval.json, and of the file of samples that it names, if that is there."""
     fields = {field.name: entry.get(field.name) for field in dataclasses.fields(Score)}
-    score = Score(**{**fields, "samples": None, "others": entry.get("others") or []})
+    score = Score(**{**fields, "samples": None, "others": entry.get("others") or [], "frozen": False})
     path = folder / (entry.get("samples") or "")
     if path.is_file():
         samples = _samples(path, score.metric)

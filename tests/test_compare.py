@@ -153,7 +153,15 @@ def test_table_has_a_column_for_all_that_is_known(folder):
 def row(run, **scores):
     unknown = ("laplacian_heads", "bits_per_byte", "stage", "tokens_per_second", "loss", "images", "hours")
     geometry = {"within_sequence_share": None, "components_99": None, "geometry": {}}
-    return {"run": run, **dict.fromkeys(unknown), "scores": scores, "chance": {}, "log_history": [], **geometry}
+    return {
+        "run": run,
+        **dict.fromkeys(unknown),
+        "scores": scores,
+        "chance": {},
+        "log_history": [],
+        "of_images": False,
+        **geometry,
+    }
 
 
 @pytest.mark.parametrize(
@@ -206,7 +214,7 @@ def test_verb_prints_and_writes(folder, capsys):
 
 
 def test_run_without_results_is_named(folder):
-    with pytest.raises(ValueError, match=r"There is no results.json, no eval.json, no geometry.json in .*empty"):
+    with pytest.raises(ValueError, match=r"There is no results.json, no eval.json, no geometry.json, .* in .*empty"):
         compare(recipe(folder, "tuned", "empty"))
     with pytest.raises(ValueError, match=r"There is no folder .*nowhere"):
         compare(recipe(folder, "tuned", "nowhere"))
