@@ -92,7 +92,9 @@ class Lightly(torch.nn.Module):
         self.backbone = MaskedVisionTransformerTIMM(vit_small_patch16_224(dynamic_img_size=True, num_classes=0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            self.head = DINOProjectionHead(384, of.head_hidden_size, of.head_bottleneck_size, of.prototypes)
+            self.head = DINOProjectionHead(
+                *(384, of.head_hidden_size, of.head_bottleneck_size, of.prototypes), norm_last_layer=of.norm_last_layer
+            )
 
     def forward(self, images, masks=None, masked=None):
         tokens = self.backbone.encode(images, mask=masks)
