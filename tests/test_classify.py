@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainerCallback, pipeline
+from runs import killed_run, same, weights
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from laplacian_heads import LaplaceViTConfig, LaplaceViTForImageClassification, images, recipes
 from laplacian_heads.__main__ import main
@@ -39,33 +39,8 @@ def command(output, *overrides):
     return ["classify", *SMALL, f"output={output}", *overrides]
 
 
-class Kill(TrainerCallback):
-    """Ends a run as a kill does, at the end of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def killed(monkeypatch, step, arguments):
-    trainer = classify.ClassifyTrainer
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            *(classify, "ClassifyTrainer"),
-            lambda **given: trainer(**{**given, "callbacks": [*given["callbacks"], Kill(step)]}),
-        )
-        assert main(arguments) == 130
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+    killed_run(monkeypatch, classify, "ClassifyTrainer", step, arguments)
 
 
 def log(folder):

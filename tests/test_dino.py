@@ -7,9 +7,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from runs import killed_run, same, weights
 from safetensors.torch import load_file
 from sklearn.neighbors import KNeighborsClassifier
-from transformers import AutoImageProcessor, AutoModel, TrainerCallback
+from transformers import AutoImageProcessor, AutoModel
 
 from laplacian_heads import images, recipes
 from laplacian_heads.__main__ import main
@@ -34,33 +35,8 @@ def command(output, *overrides):
     return ["dino", *SMALL, f"output={output}", *overrides]
 
 
-class Kill(TrainerCallback):
-    """Ends a run as a kill does, at the end of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def killed(monkeypatch, step, arguments):
-    trainer = dino.DinoTrainer
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            *(dino, "DinoTrainer"),
-            lambda **given: trainer(**{**given, "callbacks": [*given["callbacks"], Kill(step)]}),
-        )
-        assert main(arguments) == 130
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+    killed_run(monkeypatch, dino, "DinoTrainer", step, arguments)
 
 
 def log(folder):
