@@ -92,14 +92,22 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A folder that is there, in which no other process does this meanwhile. Raises ValueError if one does."""
-    lock = FileLock(folder / ".lock", timeout=1)
+def locked(folder: Path, doing: str, seconds: float) -> Iterator[None]:
+    """Have a folder that is there to oneself.
+
+    Args:
+        doing: what the process does there that has it, such as "training".
+        seconds: to wait for it.
+
+    Raises:
+        ValueError: another process has it.
+    """
+    lock = FileLock(folder / ".lock", timeout=seconds)
     try:
         with lock:
             yield
     except Timeout:
-        raise ValueError(f"output: another process is at work in {folder}.") from None
+        raise ValueError(f"output: another process is {doing} in {folder}.") from None
     (folder / ".lock").unlink(missing_ok=True)
 
 

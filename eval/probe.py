@@ -298,7 +298,7 @@ def probe(recipe: ProbeRecipe, dry_run: bool = False) -> None:
     work = target / "probe"
     if state.is_main_process:
         check_writable(work)
-    with locked(work) if state.is_main_process else contextlib.nullcontext():
+    with locked(work, "at work", 1) if state.is_main_process else contextlib.nullcontext():
         if _last_checkpoint(work):
             _check_same(work / "recipe.json", read_json(work / "recipe.json"), identity)
         state.wait_for_everyone()

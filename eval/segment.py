@@ -175,15 +175,21 @@ def segment(recipe: SegmentRecipe, dry_run: bool = False) -> None:
 
     if state.is_main_process:
         make_folder(run)
-    with locked(run) if state.is_main_process else contextlib.nullcontext():
-        _train(recipe, name, folder, train, held_out, names)
+    with locked(run, "at work", 1) if state.is_main_process else contextlib.nullcontext():
+        _train(recipe, name, folder, weights, train, held_out, names)
 
 
 def _train(
-    recipe: SegmentRecipe, name: str, folder: Path, train: masks.Masked, held_out: masks.Masked, names: list[str] | None
+    recipe: SegmentRecipe,
+    name: str,
+    folder: Path,
+    weights: str | None,
+    train: masks.Masked,
+    held_out: masks.Masked,
+    names: list[str] | None,
 ) -> None:
     """Train and measure a head, and write what there is of it into the folder."""
-    state, run, weights = _state(), folder / "segment", weights_hash(Path(name).expanduser())
+    state, run = _state(), folder / "segment"
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     backbone = features.load(name, recipe.trust_remote_code, bf16=recipe.bf16 and has_bf16)
     set_seed(recipe.seed)  # after loading, so that models of one width begin with the same head

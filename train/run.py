@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from laplacian_heads import recipes
-from laplacian_heads.files import Stopped, make_folder, write
+from laplacian_heads.files import Stopped, locked, make_folder, write
 from laplacian_heads.train.recipe import RunRecipe, this_process
 from laplacian_heads.train.trainer import RunTrainer
 
@@ -56,20 +55,14 @@ def claimed(recipe: RunRecipe) -> Iterator[Path | None]:
     make_folder(output)
     state = this_process()
     # Workers of a killed run have its lock until they notice, within five seconds.
-    lock = FileLock(output / ".lock", timeout=10)
-    try:
-        with lock if state.is_main_process else contextlib.nullcontext():
-            if is_finished(recipe):  # by a process that had the lock until now
-                yield None
-            else:
-                if state.is_main_process:
-                    recipes.write(output / "recipe.yaml", recipe)
-                logging.disable_progress_bar()  # one for each file of a checkpoint, across that of the training
-                yield output
-    except Timeout:
-        raise ValueError(f"output: another process is training in {output}.") from None
-    if state.is_main_process:
-        (output / ".lock").unlink(missing_ok=True)
+    with locked(output, "training", 10) if state.is_main_process else contextlib.nullcontext():
+        if is_finished(recipe):  # by a process that had the lock until now
+            yield None
+        else:
+            if state.is_main_process:
+                recipes.write(output / "recipe.yaml", recipe)
+            logging.disable_progress_bar()  # one for each file of a checkpoint, across that of the training
+            yield output
 
 
 def arguments(recipe: RunRecipe, output: Path, steps: int, per_step: int) -> dict:
