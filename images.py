@@ -94,6 +94,35 @@ class Images:
         return self.dataset[int(self.rows[number])][self.column]
 
 
+class Readable:
+    """Images, of which damaged ones may be left out.
+
+    Args:
+        images: by number.
+        skip: whether damaged images are left out, with a warning, or are errors.
+    """
+
+    def __init__(self, images: Images, skip: bool):
+        self.images, self.skip = images, skip
+        self.warned = set()
+
+    def label(self, number: int) -> int:
+        """The class of an image, -1 if the images have none."""
+        return -1 if self.images.labels is None else int(self.images.labels[number])
+
+    def read(self, number: int) -> PIL.Image.Image | BadImageError | None:
+        """An image; of a damaged one the error or, if such are left out, None, which is warned of once."""
+        try:
+            return self.images.picture(number)
+        except BadImageError as error:
+            if not self.skip:
+                return error
+            if number not in self.warned:
+                self.warned.add(number)
+                logger.warning(f"{error} It is left out.")
+            return None
+
+
 def load(data: str, label: str | None = None) -> Images:
     """The images of a source; those of the Hub are downloaded.
 

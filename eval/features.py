@@ -16,13 +16,11 @@ from transformers.utils import cached_file, logging
 
 from laplacian_heads.configuration import pair
 from laplacian_heads.files import newest, weights_hash
-from laplacian_heads.images import BadImageError, Images
+from laplacian_heads.images import BadImageError, Images, Readable
 
 SHAPE = ("hidden_size", "num_hidden_layers", "patch_size")
 NORMS = ("layernorm", "norm", "post_layernorm", "layer_norm")  # what models call the norm after their last block
 UNUSED = ("pooler", "mask_token")  # weights on which no token depends, and which many are saved without
-
-logger = logging.get_logger(__name__)
 
 
 @dataclasses.dataclass
@@ -182,7 +180,7 @@ def _try(backbone: Backbone) -> None:
         raise ValueError(f"{backbone.name} does not take images as its processor makes them ({what}).") from error
 
 
-class Pictures(torch.utils.data.Dataset):
+class Pictures(Readable, torch.utils.data.Dataset):
     """Images as tensors with their labels. Of a damaged image a row is None, or the error that is to be raised.
 
     Args:
@@ -192,25 +190,18 @@ class Pictures(torch.utils.data.Dataset):
     """
 
     def __init__(self, images: Images, transform: Callable[[PIL.Image.Image], torch.Tensor], skip: bool):
-        self.images, self.transform, self.skip = images, transform, skip
-        self.warned = set()
+        super().__init__(images, skip)
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int] | BadImageError | None:
         """(3, height, width) and the label, -1 if the images have none."""
-        try:
-            picture = self.images.picture(number)
-        except BadImageError as error:
-            if not self.skip:
-                return error
-            if number not in self.warned:
-                self.warned.add(number)
-                logger.warning(f"{error} It is left out.")
-            return None
-        label = -1 if self.images.labels is None else int(self.images.labels[number])
-        return self.transform(picture), label
+        picture = self.read(number)
+        if picture is None or isinstance(picture, BadImageError):
+            return picture
+        return self.transform(picture), self.label(number)
 
 
 class Processed:

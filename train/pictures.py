@@ -6,19 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import PIL.Image
 import torch
 from transformers import BaseImageProcessor, BitImageProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
-from transformers.utils import logging
 
-from laplacian_heads.images import BadImageError, Images, load
+from laplacian_heads.images import BadImageError, Images, Readable, load
 from laplacian_heads.train.augmentation import Mixing, seeded
 from laplacian_heads.train.draws import Draw, Draws
 from laplacian_heads.train.recipe import ImageRecipe, this_process
 from laplacian_heads.train.rows import begin_worker
-
-logger = logging.get_logger(__name__)
 
 # So many damaged images in succession are no accident.
 MOST_BAD = 100
@@ -63,30 +59,7 @@ def processor(image_size: int, crop: float) -> BitImageProcessor:
     )
 
 
-class _Readable(torch.utils.data.Dataset):
-    """Images, of which damaged ones may be left out."""
-
-    def __init__(self, images: Images, skip: bool):
-        self.images, self.skip = images, skip
-        self.warned = set()
-
-    def label(self, number: int) -> int:
-        return -1 if self.images.labels is None else int(self.images.labels[number])
-
-    def read(self, number: int) -> PIL.Image.Image | BadImageError | None:
-        """An image; of a damaged one the error or, if such are left out, None, which is warned of once."""
-        try:
-            return self.images.picture(number)
-        except BadImageError as error:
-            if not self.skip:
-                return error
-            if number not in self.warned:
-                self.warned.add(number)
-                logger.warning(f"{error} It is left out.")
-            return None
-
-
-class AugmentedImages(_Readable):
+class AugmentedImages(Readable, torch.utils.data.Dataset):
     """Draws of images as (what the transform makes, label, seed of the draw), or the error that ends the run, for the
     reader to raise. The label is -1 where the images have none.
 
@@ -177,7 +150,7 @@ def mixed(mixing: Mixing, rows: list[tuple]) -> dict[str, torch.Tensor]:
     return {"pixel_values": images, "labels": targets}
 
 
-class HeldOutImages(_Readable):
+class HeldOutImages(Readable, torch.utils.data.Dataset):
     """Images as the saved image processor makes them: what is measured is what a user of the model will see.
 
     A row is a dict of pixel_values (channels, height, width) and labels, an int, -1 where there are none; None for a
