@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
+from runs import killed_run
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from laplacian_heads import LaplaceGPTConfig, LaplaceGPTForCausalLM, recipes
 from laplacian_heads.__main__ import main
@@ -49,28 +50,12 @@ def command(verb, root, output, *overrides):
     return [verb, *COMMON, *given, f"output={output}", *overrides]
 
 
-class Kill(TrainerCallback):
-    """Ends a run as a kill does, at the end of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("verb", ["pretrain", "midtrain", "sft"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_interrupted_run_ends_in_the_same_weights(runs, tmp_path, monkeypatch, capsys, verb, step):
     """Before the first checkpoint, between two, and where one has just been written."""
-    trainer = stage.StageTrainer
-    monkeypatch.setattr(
-        stage, "StageTrainer", lambda **kwargs: trainer(**{**kwargs, "callbacks": [*kwargs["callbacks"], Kill(step)]})
-    )
     output = tmp_path / "run"
-    assert main(command(verb, runs, output)) == 130
-    monkeypatch.setattr(stage, "StageTrainer", trainer)
+    killed_run(monkeypatch, stage, "StageTrainer", step, command(verb, runs, output))
     assert main(command(verb, runs, output)) == 0
     assert ("going on at step" in capsys.readouterr().out) == (step > 2)
     expected, found = (load_file(folder / "model.safetensors") for folder in (runs / verb, output))
